@@ -1,0 +1,241 @@
+"""Config: every setting in one frozen tree, resolved once with the reason of each derived value. The only reader of environment variables.
+
+Flags are generated from these fields (cli/flags.py) and bear the names that users of vLLM know. resolve() is pure: it takes facts
+about the model and the machine and returns a new Config plus what it decided and why. Called by llm.py, cli/ and server/launch.py.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatout.hardware import Hardware
+    from flatout.modelfile.spec import ModelSpec
+
+DEFAULT_MODEL = "smollm2"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot hold; the message names the flag and the mend."""
+
+
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """A field with its help text. metadata: choices, flag (when it isn't the field's name), kind ("size" takes 32k / 4GiB)."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model: str = setting(DEFAULT_MODEL, "local folder, .gguf file, hub name (org/name) or smollm2", flag="model")
+    tokenizer: str | None = setting(None, "folder or file to take the tokenizer from (default: the model's)")
+    revision: str | None = setting(None, "branch, tag or commit on the hub")
+    download_dir: str | None = setting(None, "where downloads are kept (default: the hub's own cache)")
+    load_format: str = setting(
+        "auto", "auto; dummy: random weights from the config alone", choices=("auto", "safetensors", "gguf", "dummy")
+    )
+    dtype: str = setting("auto", "arithmetic of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
+    max_model_len: int | None = setting(None, "longest context in tokens, prompt and output (default: the model's)", kind="size")
+    chat_template: str | None = setting(None, "jinja file (or text) instead of the model's chat template")
+    generation_config: str = setting("auto", "auto: the model's sampling defaults hold; none: they do not", choices=("auto", "none"))
+    seed: int = setting(0, "seeds dummy weights; requests bring their own seed")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    block_size: int = setting(16, "tokens per KV block")
+    gpu_memory_utilization: float = setting(0.92, "share of the GPU's memory to use in all")
+    kv_cache_memory_bytes: int | None = setting(None, "exact size of the KV pool (4GiB)", kind="size")
+    num_gpu_blocks_override: int | None = setting(None, "exact number of KV blocks")
+    enable_prefix_caching: bool = setting(True, "share KV blocks between prompts with the same beginning")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int | None = setting(None, "most sequences in a step (default: by device)", kind="size")
+    max_num_batched_tokens: int | None = setting(None, "token budget of a step (default: by device)", kind="size")
+    enable_chunked_prefill: bool = setting(True, "long prompts are computed in pieces beside other requests")
+    scheduling_policy: str = setting("fcfs", "who goes first", choices=("fcfs", "priority"))
+    async_scheduling: bool = setting(True, "plan a step while the one before it runs")
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    device: str = setting("auto", "where to run", choices=("auto", "cuda", "cpu"))
+    threads: int | None = setting(None, "compute threads on the CPU (default: the cores this process may use)")
+    attention_backend: str = setting("auto", "auto: chosen by device", choices=("auto", "torch"))
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+
+    @classmethod
+    def make(cls, **options: Any) -> Config:
+        """Config from flat names: Config.make(model="x", block_size=32). An unknown name is an error with the nearest one."""
+        groups: dict[str, dict[str, Any]] = {}
+        owners = cls.owners()
+        for name, value in options.items():
+            if name not in owners:
+                near = get_close_matches(name, owners, 1)
+                raise ConfigError(
+                    f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(owners))}")
+                )
+            groups.setdefault(owners[name], {})[name] = value
+        default = cls()
+        return check(replace(default, **{g: replace(getattr(default, g), **values) for g, values in groups.items()}))
+
+    @classmethod
+    def owners(cls) -> dict[str, str]:
+        """Flat option name -> name of the group that holds it."""
+        default = cls()
+        return {f.name: g.name for g in fields(cls) for f in fields(getattr(default, g.name))}
+
+    def flat(self) -> dict[str, Any]:
+        return {
+            f.name: getattr(getattr(self, g.name), f.name)
+            for g in fields(self)
+            for f in fields(getattr(self, g.name))
+            if is_dataclass(getattr(self, g.name))
+        }
+
+    def but(self, **options: Any) -> Config:
+        """A changed copy, by flat names."""
+        return Config.make(**{**self.flat(), **options})
+
+
+def check(config: Config) -> Config:
+    """What can be judged without the model or the machine. Raises ConfigError naming the flag."""
+    for group in fields(config):
+        values = getattr(config, group.name)
+        for f in fields(values):
+            value = getattr(values, f.name)
+            allowed = f.metadata.get("choices")
+            if allowed and value not in allowed:
+                near = get_close_matches(str(value), allowed, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"{flag_of(f.name)}: {value!r} is not one of {', '.join(map(str, allowed))}{hint}")
+    cache, scheduler = config.cache, config.scheduler
+    positive = {
+        "max_model_len": config.model.max_model_len,
+        "block_size": cache.block_size,
+        "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,
+        "num_gpu_blocks_override": cache.num_gpu_blocks_override,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "threads": config.device.threads,
+    }
+    for name, value in positive.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{flag_of(name)}: must be a whole number of at least 1, got {value!r}")
+    if cache.block_size > 1024 or cache.block_size & (cache.block_size - 1):
+        raise ConfigError(f"--block-size: must be a power of two up to 1024, got {cache.block_size}")
+    if not 0 < cache.gpu_memory_utilization <= 1:
+        raise ConfigError(f"--gpu-memory-utilization: must be over 0 and at most 1, got {cache.gpu_memory_utilization!r}")
+    return config
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A value that resolve() derived, and why."""
+
+    field: str
+    value: Any
+    reason: str
+
+
+def resolve(config: Config, spec: ModelSpec, hardware: Hardware) -> tuple[Config, list[Decision]]:
+    """Fill every None and "auto" from the model and the machine. Raises ConfigError where a setting cannot hold."""
+    decisions: list[Decision] = []
+    options: dict[str, Any] = {}
+
+    def decide(name: str, value: Any, reason: str) -> Any:
+        decisions.append(Decision(name, value, reason))
+        options[name] = value
+        return value
+
+    cuda = hardware.device == "cuda"
+    if config.device.device == "cuda" and not cuda:
+        raise ConfigError("--device: cuda was asked for but torch sees no CUDA device; use --device cpu")
+    if config.device.device == "auto":
+        decide("device", hardware.device, f"{hardware.name} found" if cuda else "no CUDA device found")
+
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = decide("dtype", *_dtype(spec, hardware))
+    elif dtype == "bfloat16" and not hardware.has_bfloat16:
+        raise ConfigError(f"--dtype: {hardware.name} has no bfloat16; use float16 or float32")
+
+    length = config.model.max_model_len
+    if length is None:
+        length = decide("max_model_len", spec.max_position, "the model's own context")
+    elif length > spec.max_position:
+        raise ConfigError(f"--max-model-len: {length} is over the model's {spec.max_position}; use at most that")
+
+    if config.device.threads is None:
+        decide("threads", hardware.cpu_count, "cores this process may use")
+    elif config.device.threads > hardware.cpu_count:
+        decide(
+            "threads",
+            hardware.cpu_count,
+            f"{config.device.threads} asked, but this process may use {hardware.cpu_count} cores; more threads only wait",
+        )
+
+    seqs = config.scheduler.max_num_seqs
+    if seqs is None:
+        large = cuda and hardware.memory_bytes >= 70 << 30
+        seqs = decide("max_num_seqs", (1024 if large else 256) if cuda else 64, "by device: large GPU" if large else "by device")
+    budget = config.scheduler.max_num_batched_tokens
+    if budget is None:
+        budget = (16384 if hardware.memory_bytes >= 70 << 30 else 8192) if cuda else 1024
+        reason = "by device"
+        if not config.scheduler.enable_chunked_prefill and budget < length:
+            budget, reason = length, "whole prompts, since chunked prefill is off"
+        budget = decide("max_num_batched_tokens", max(budget, seqs), reason if budget >= seqs else "one token for each of --max-num-seqs")
+    elif budget < seqs:
+        seqs = decide("max_num_seqs", budget, f"no more sequences than the token budget of {budget}")
+    if not config.scheduler.enable_chunked_prefill and budget < length:
+        raise ConfigError(
+            f"--max-num-batched-tokens: {budget} cannot hold a prompt of --max-model-len {length} while chunked prefill is off; raise it or lower that"
+        )
+    if config.device.attention_backend == "auto":
+        decide("attention_backend", "torch", "the only one built so far")
+    return config.but(**options), decisions
+
+
+def _dtype(spec: ModelSpec, hardware: Hardware) -> tuple[str, str]:
+    """A working dtype near the checkpoint's own, and why."""
+    own = spec.dtype
+    if own == "float16" and hardware.device == "cuda":
+        return "float16", "the checkpoint's own"
+    if hardware.has_bfloat16:
+        return (
+            "bfloat16",
+            "the checkpoint's own" if own == "bfloat16" else f"checkpoint is {own}; bfloat16 keeps its range in half the bytes",
+        )
+    if hardware.device == "cuda":
+        return "float16", f"{hardware.name} has no bfloat16"
+    return "float32", "this CPU has no bfloat16 arithmetic"
+
+
+def cache_dir() -> Path:
+    """Where flatout keeps downloads and measurements: FLATOUT_CACHE, else XDG_CACHE_HOME/flatout, else ~/.cache/flatout."""
+    own = os.environ.get("FLATOUT_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "flatout"
+
+
+def hub_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")

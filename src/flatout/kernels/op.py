@@ -1,0 +1,241 @@
+"""Op: a kernel with its reference, its cost and a measured choice among implementations; and the recorder of op lists.
+
+An op writes into buffers it is given (the operands named in `outs`) and returns nothing, so that a forward is a flat list of ops over
+fixed buffers: recorded on meta tensors it is the cost table, captured on CUDA a graph, on the CPU a program. Called by layers/ and
+attention/. No op lives here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The least work an op can do: bytes that must cross device memory once, by kind, and floating-point operations."""
+
+    weights: int = 0  # bytes of parameters read
+    kv: int = 0  # bytes of KV cache read and written
+    activations: int = 0  # bytes of everything else read and written
+    flops: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.weights + self.kv + self.activations
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.weights + other.weights, self.kv + other.kv, self.activations + other.activations, self.flops + other.flops)
+
+
+def nbytes(*tensors: Tensor | None) -> int:
+    """Bytes that one read (or write) of these tensors moves."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    name: str
+    run: Callable[..., None]
+    accepts: Callable[..., bool]  # may depend on nothing but what the op's key holds
+
+
+@dataclass(slots=True)
+class Entry:
+    """One recorded call."""
+
+    op: str
+    operands: tuple[Any, ...]  # tensors as (shape, dtype), the rest as given
+    cost: Cost
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Collects the ops called while it is active. `execute=False` (meta tensors) records without running."""
+
+    execute: bool = True
+    entries: list[Entry] = field(default_factory=list)
+    inside: bool = False  # an op is running: tests use it to prove that a forward runs nothing but ops
+
+    def record(self, op: Op, args: tuple[Any, ...]) -> None:
+        shown = tuple((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else a for a in args)
+        self.entries.append(Entry(op.name, shown, op.cost(*args)))
+        if self.execute:
+            self.inside = True
+            try:
+                op.dispatch(*args)
+            finally:
+                self.inside = False
+
+    def total(self) -> Cost:
+        return sum((e.cost for e in self.entries), Cost())
+
+
+_state = threading.local()
+
+
+@contextmanager
+def recording(execute: bool = True) -> Iterator[Recorder]:
+    """Record this thread's op calls. Not reentrant."""
+    recorder = Recorder(execute)
+    _state.recorder = recorder
+    try:
+        yield recorder
+    finally:
+        _state.recorder = None
+
+
+def shape_class(n: int) -> int:
+    """Row counts that behave alike: exact to 4, then the next power of two. Keys with it keep the number of measurements small."""
+    return n if n <= 4 else 1 << (n - 1).bit_length()
+
+
+def default_key(*args: Any) -> tuple[Any, ...]:
+    """Device, dtypes and shapes, the leading (row) dimension of each tensor by class."""
+    return tuple(
+        (a.device.type, str(a.dtype), shape_class(a.shape[0]) if a.dim() else 0, tuple(a.shape[1:])) if isinstance(a, Tensor) else a
+        for a in args
+    )
+
+
+class Op:
+    """See the module's head. Call it with positional operands in the order of the reference's signature."""
+
+    def __init__(
+        self,
+        reference: Callable[..., None],
+        cost: Callable[..., Cost],
+        outs: tuple[str, ...],
+        key: Callable[..., tuple[Any, ...]] = default_key,
+    ):
+        self.name = reference.__name__
+        self.reference = reference
+        self.cost = cost
+        self.key = key
+        self.implementations: list[Implementation] = []
+        parameters = list(inspect.signature(reference).parameters)
+        self.out_indices = tuple(parameters.index(o) for o in outs)
+        self.__doc__ = reference.__doc__
+        self._chosen: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+    def implementation(self, name: str, accepts: Callable[..., bool]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Register a fast path. It declines operands for which accepts() is false."""
+
+        def register(run: Callable[..., None]) -> Callable[..., None]:
+            self.implementations.append(Implementation(name, run, accepts))
+            return run
+
+        return register
+
+    def __call__(self, *args: Any) -> None:
+        recorder = getattr(_state, "recorder", None)
+        if recorder is not None:
+            recorder.record(self, args)
+        elif self.implementations:
+            self.dispatch(*args)
+        else:
+            self.reference(*args)
+
+    def dispatch(self, *args: Any) -> None:
+        if not self.implementations:
+            return self.reference(*args)
+        key = self.key(*args)
+        run = self._chosen.get(key)
+        if run is None:
+            run = self._chosen[key] = self._choose(key, args)
+        return run(*args)
+
+    def _choose(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., None]:
+        accepting = {i.name: i.run for i in self.implementations if i.accepts(*args)}
+        accepting["reference"] = self.reference
+        if len(accepting) == 1:
+            return self.reference
+        stored = f"{self.name} {key}"
+        name = choices.get(stored)
+        if name not in accepting:
+            name = choices.put(stored, self._fastest(accepting, args))
+        return accepting[name]
+
+    def _fastest(self, candidates: dict[str, Callable[..., None]], args: tuple[Any, ...]) -> str:
+        """Name of the candidate with the least median time on copies of the outputs. An op's input may be its output: both get the copy."""
+        copies = {id(args[i]): args[i].clone() for i in self.out_indices}
+        trial = tuple(copies.get(id(a), a) for a in args)
+        device = trial[self.out_indices[0]].device
+        times = {name: median_seconds(partial(run, *trial), device) for name, run in candidates.items()}
+        return min(times, key=times.__getitem__)
+
+
+def op(
+    *, cost: Callable[..., Cost], outs: tuple[str, ...] = ("out",), key: Callable[..., tuple[Any, ...]] = default_key
+) -> Callable[[Callable[..., None]], Op]:
+    """Decorator: the function becomes the reference of an Op of its name."""
+    return lambda reference: Op(reference, cost, outs, key)
+
+
+def median_seconds(call: Callable[[], None], device: torch.device, repeats: int = 7) -> float:
+    """Median time of one call, warm. CUDA by events, so that launch latency counts only where it shows."""
+    for _ in range(2):
+        call()
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        else:
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+    return sorted(times)[repeats // 2]
+
+
+class Choices:
+    """Which implementation won, by op and key: a fact about this machine, measured once and kept in a file."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._names: dict[str, str] = {}
+        self._dirty = False
+
+    def open(self, path: Path) -> None:
+        """Use this file (one per machine and library version). An unreadable file is measured anew."""
+        self._path = path
+        try:
+            loaded = json.loads(path.read_text())
+        except (OSError, ValueError):
+            loaded = {}
+        self._names = {k: v for k, v in loaded.items() if isinstance(v, str)} if isinstance(loaded, dict) else {}
+
+    def get(self, key: str) -> str | None:
+        return self._names.get(key)
+
+    def put(self, key: str, name: str) -> str:
+        self._names[key] = name
+        self._dirty = True
+        return name
+
+    def save(self) -> None:
+        """Called after warm-up, not from the step loop."""
+        if self._path is not None and self._dirty:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self._names, indent=0, sort_keys=True))
+            temporary.replace(self._path)
+            self._dirty = False
+
+
+choices = Choices()

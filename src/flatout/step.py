@@ -1,0 +1,88 @@
+"""One step in three records: StepPlan (scheduler -> runner), StepResult (runner -> scheduler), StepRecord (-> ledger).
+
+Arrays over rows; nothing that acts, no torch. A row is one sequence's share of the step; tokens of all rows lie end to end.
+Made by core/scheduler.py and runner/; read by engine.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from flatout.request import Request
+
+FROM_DEVICE = -1  # in StepPlan.token_ids: the id that the previous step sampled in that row's slot
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """R rows, T tokens. Host arrays; the runner copies them to the device in one go."""
+
+    step: int
+    slots: np.ndarray  # int32 [R] permanent row of each sequence
+    starts: np.ndarray  # int32 [R] tokens of the sequence whose KV is already there
+    counts: np.ndarray  # int32 [R] tokens computed now; sum = T
+    token_ids: np.ndarray  # int32 [T] ids, or FROM_DEVICE
+    samples: np.ndarray  # bool [R] the row reaches its last known token and yields a new one
+    out_positions: np.ndarray  # int32 [R] output index of the token the row would yield
+    requests: list[Request]  # [R] whose rows these are; the runner never looks inside
+    admitted: list[Request] = field(default_factory=list)  # got a slot in this step (first time or after preemption)
+    # newly given blocks: table[slot, column] = block, for each cache group alike
+    block_slots: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    block_columns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    block_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    copies: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int32))  # (from, to, tier); empty until KV is tiered
+    waiting: dict[str, int] = field(default_factory=dict)  # requests left waiting in this step, by reason
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(slots=True)
+class LogprobRows:
+    """Raw log-probabilities of some rows of logits."""
+
+    logprobs: np.ndarray  # float32 [N] of the chosen (or given) token
+    ranks: np.ndarray  # int32 [N] 1 = most likely
+    top_ids: np.ndarray  # int32 [N, K] in falling order
+    top_logprobs: np.ndarray  # float32 [N, K]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the device returned for a plan: one sampled id per row with plan.samples set, in row order (S of them)."""
+
+    token_ids: np.ndarray  # int64 [S]
+    logprobs: LogprobRows | None = None  # [S] rows; present when any sampled row asked
+    # row index in the plan -> logprobs of the prompt tokens that follow this chunk's positions
+    prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What a step cost and held; seconds on the engine's monotonic clock. Kept by engine.py, read by ledger/."""
+
+    step: int
+    start: float
+    drain_s: float = 0.0
+    schedule_s: float = 0.0
+    inputs_s: float = 0.0  # plan -> ForwardBatch, host side
+    launch_s: float = 0.0  # host time to issue forward and sample
+    wait_s: float = 0.0  # host blocked on the device
+    commit_s: float = 0.0
+    device_s: float = 0.0  # device busy: events on CUDA, the compute thread's clock on the CPU
+    tokens: int = 0
+    rows: int = 0
+    prefill_tokens: int = 0
+    kv_tokens: int = 0  # context read by attention, summed over rows
+    sampled: int = 0
+    running: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    preempted: int = 0
+    waiting: dict[str, int] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
