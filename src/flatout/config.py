@@ -70,6 +70,17 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True)
+class ServerConfig:
+    """Settings of the HTTP server alone (server/launch.py): no part of Config, since no engine needs them."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on; 0 takes a free one")
+    served_model_name: str | None = setting(None, "name of the model for clients (default: the model as given)")
+    api_key: str | None = setting(None, "what clients must send as Authorization: Bearer KEY")
+    max_body_bytes: int = setting(32 << 20, "largest request body taken", kind="size")
+
+
+@dataclass(frozen=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

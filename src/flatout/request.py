@@ -172,6 +172,19 @@ class SamplingParams:
         return [f.name for f in fields(cls)]
 
 
+@dataclass(slots=True)
+class ModelFacts:
+    """What the door must know of a loaded model to judge a request: every limit learned at load."""
+
+    model: str  # the name it was loaded by
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and output
+    pool_tokens: int  # tokens that the whole KV pool holds
+    block_size: int
+    eos_ids: tuple[int, ...] = ()
+    sampling_defaults: dict[str, float | int] = field(default_factory=dict)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence in the engine. A user's request with n > 1 becomes n of these that share their prompt's blocks.

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+TRIALS, WARMING = 9, 2  # timed calls of each candidate, of which the first are not counted
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -117,15 +119,19 @@ class Op:
         reference: Callable[..., None],
         cost: Callable[..., Cost],
         outs: tuple[str, ...],
+        updates: tuple[str, ...] = (),
         key: Callable[..., tuple[Any, ...]] = default_key,
+        last_resort: bool = False,
     ):
         self.name = reference.__name__
         self.reference = reference
         self.cost = cost
         self.key = key
+        self.last_resort = last_resort
         self.implementations: list[Implementation] = []
         parameters = list(inspect.signature(reference).parameters)
         self.out_indices = tuple(parameters.index(o) for o in outs)
+        self.update_indices = frozenset(parameters.index(o) for o in updates)
         self.__doc__ = reference.__doc__
         self._chosen: dict[tuple[Any, ...], Callable[..., None]] = {}
 
@@ -158,9 +164,10 @@ class Op:
 
     def _choose(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., None]:
         accepting = {i.name: i.run for i in self.implementations if i.accepts(*args)}
-        accepting["reference"] = self.reference
+        if not (self.last_resort and accepting):
+            accepting["reference"] = self.reference
         if len(accepting) == 1:
-            return self.reference
+            return next(iter(accepting.values()))
         stored = f"{self.name} {key}"
         name = choices.get(stored)
         if name not in accepting:
@@ -168,39 +175,47 @@ class Op:
         return accepting[name]
 
     def _fastest(self, candidates: dict[str, Callable[..., None]], args: tuple[Any, ...]) -> str:
-        """Name of the candidate with the least median time on copies of the outputs. An op's input may be its output: both get the copy."""
-        copies = {id(args[i]): args[i].clone() for i in self.out_indices}
+        """Name of the candidate with the least median time. Outputs that are inputs too are copied, so that trials leave no trace; the
+        others (a KV cache may fill the device) are written in place, each time with the same values."""
+        read = {id(a) for i, a in enumerate(args) if i not in self.out_indices or i in self.update_indices}
+        copies = {id(args[i]): args[i].clone() for i in self.out_indices if id(args[i]) in read}
         trial = tuple(copies.get(id(a), a) for a in args)
         device = trial[self.out_indices[0]].device
-        times = {name: median_seconds(partial(run, *trial), device) for name, run in candidates.items()}
-        return min(times, key=times.__getitem__)
+        times: dict[str, list[float]] = {name: [] for name in candidates}
+        for _ in range(TRIALS):  # in turns: a disturbance hits all alike
+            for name, run in candidates.items():
+                times[name].append(seconds(partial(run, *trial), device))
+        return min(times, key=lambda name: sorted(times[name][WARMING:])[(TRIALS - WARMING) // 2])
 
 
 def op(
-    *, cost: Callable[..., Cost], outs: tuple[str, ...] = ("out",), key: Callable[..., tuple[Any, ...]] = default_key
+    *,
+    cost: Callable[..., Cost],
+    outs: tuple[str, ...] = ("out",),
+    updates: tuple[str, ...] = (),
+    key: Callable[..., tuple[Any, ...]] = default_key,
+    last_resort: bool = False,
 ) -> Callable[[Callable[..., None]], Op]:
-    """Decorator: the function becomes the reference of an Op of its name."""
-    return lambda reference: Op(reference, cost, outs, key)
+    """Decorator: the function becomes the reference of an Op of its name.
+
+    outs: operands written; updates: those of them that are read too. key: what the choice may depend on.
+    last_resort: the reference is written for reading and runs only where no implementation accepts; else it competes.
+    """
+    return lambda reference: Op(reference, cost, outs, updates, key, last_resort)
 
 
-def median_seconds(call: Callable[[], None], device: torch.device, repeats: int = 7) -> float:
-    """Median time of one call, warm. CUDA by events, so that launch latency counts only where it shows."""
-    for _ in range(2):
+def seconds(call: Callable[[], None], device: torch.device) -> float:
+    """Time of one call. CUDA by events, so that launch latency counts only where it shows."""
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
         call()
-    times = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        else:
-            begin = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - begin)
-    return sorted(times)[repeats // 2]
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
 
 
 class Choices:

@@ -1,0 +1,23 @@
+"""Which attention backend runs: by --attention-backend, for this model. The only place that knows them all.
+
+Called by runner/build.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flatout.attention.backend import AttentionBackend
+from flatout.attention.sdpa import TorchBackend
+from flatout.config import Config, ConfigError
+
+if TYPE_CHECKING:
+    from flatout.modelfile.spec import ModelSpec
+
+
+def select_backend(config: Config, spec: ModelSpec) -> AttentionBackend:
+    """The backend named by a resolved config. ConfigError: an unknown name."""
+    name = config.device.attention_backend
+    if name != "torch":
+        raise ConfigError(f"--attention-backend: {name!r} is not built; use torch")
+    return TorchBackend(spec, config.cache.block_size)

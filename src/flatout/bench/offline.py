@@ -1,0 +1,165 @@
+"""`flatout bench offline`: the fixed workloads on LLM, timed; a table, or JSON. Also `python -m flatout.bench.offline`.
+
+Needs torch and numpy alone, so it runs on a bare GPU machine. Greedy, full output length, every repeat under a cache salt of its own so
+that none profits from the one before. Called by cli/__init__.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from flatout.bench.workloads import NAMES, Work, fold, workload
+from flatout.cli.figures import ELEMENT_BYTES, kv_read, weights_read
+from flatout.cli.flags import Parser, UsageError, add_config_flags, config_options, nearest
+from flatout.cli.terminal import open_llm, table
+from flatout.config import DEFAULT_MODEL
+from flatout.hardware import ceilings, detect
+from flatout.request import SamplingParams
+
+if TYPE_CHECKING:
+    from flatout.llm import LLM
+
+SHAPES = Path(__file__).parent / "models"  # configs without weights
+CPU_WORK, CUDA_WORK = ("batch1", "batch8"), ("batch1", "batch8", "batch64", "batch256")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One workload on one model; the run with the median time. Seconds, milliseconds and tokens per second."""
+
+    model: str
+    work: str
+    requests: int
+    seconds: float
+    out_tok_s: float
+    total_tok_s: float
+    ttft_ms: float  # median over requests, waiting included
+    tpot_ms: float  # median over requests that got more than one token
+    of_floor: float | None  # floor of a decode step / TPOT, where all requests decode together (batchN)
+
+
+def configure(parser: Parser) -> None:
+    parser.add_argument("work", nargs="*", metavar="WORK", help=f"{', '.join(NAMES)} (default: batch1 and batch8; on a GPU to batch256)")
+    shapes = ", ".join(sorted(p.stem for p in SHAPES.glob("*.json")))
+    group = parser.add_argument_group("measuring")
+    parser.flag(
+        group, "--models", nargs="+", metavar="MODEL", help=f"models, or shapes with random weights: {shapes} (default: {DEFAULT_MODEL})"
+    )
+    parser.flag(group, "--repeats", type=int, metavar="N", default=1, help="runs of each workload; the median one is shown (default: 1)")
+    parser.flag(group, "--json", action="store_true", default=False, help="print JSON instead of a table")
+    parser.flag(group, "--quiet", action="store_true", default=False, help="no report of what was loaded")
+    add_config_flags(parser, skip=("model",))
+
+
+def run(args: Namespace) -> int:
+    for name in getattr(args, "work", ()):
+        if name not in NAMES:
+            raise UsageError(f"{name!r} is not a workload{nearest(name, NAMES)}; known: {', '.join(NAMES)}")
+    options = config_options(args)
+    machine = detect(options.get("device", "auto"))
+    ceilings(machine)  # measured before a KV pool takes the memory
+    results: list[Result] = []
+    for model in getattr(args, "models", None) or [DEFAULT_MODEL]:
+        with open_llm({**options, **_model_options(model)}, args.quiet) as llm:
+            default = CUDA_WORK if llm.config.device.device == "cuda" else CPU_WORK
+            for result in _measure(llm, Path(model).name, getattr(args, "work", ()) or default, args.repeats):
+                results.append(result)
+                if not args.json:
+                    print("\n".join(_lines([result], head=len(results) == 1)), flush=True)
+        del llm
+        gc.collect()
+        if machine.device == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+    if args.json:
+        facts = {"device": machine.name, "cores": machine.cpu_count, "read_bytes_s": ceilings(machine).read[-1].median}
+        print(json.dumps({"machine": facts, "results": [asdict(r) for r in results]}, indent=1))
+    return 0
+
+
+def _model_options(model: str) -> dict[str, Any]:
+    """A name from SHAPES stands for its config with random weights."""
+    shape = SHAPES / f"{model}.json"
+    return {"model": str(shape), "load_format": "dummy"} if shape.is_file() else {"model": model}
+
+
+def _measure(llm: LLM, model: str, names: tuple[str, ...], repeats: int) -> Iterator[Result]:
+    warm = fold(workload("batch1"), llm.spec.vocab_size)
+    _generate(llm, [(prompt, 8) for prompt, _ in warm], "warm-up")
+    for name in names:
+        work = fold(workload(name), llm.spec.vocab_size)
+        runs = sorted((_generate(llm, work, f"{name} {i}") for i in range(repeats)), key=lambda run: run[0])
+        seconds, ttfts, tpots = runs[len(runs) // 2]
+        tokens_in, tokens_out = sum(len(p) for p, _ in work), sum(n for _, n in work)
+        tpot = median(tpots) if tpots else 0.0
+        yield Result(
+            model=model,
+            work=name,
+            requests=len(work),
+            seconds=seconds,
+            out_tok_s=tokens_out / seconds,
+            total_tok_s=(tokens_in + tokens_out) / seconds,
+            ttft_ms=median(ttfts) * 1e3,
+            tpot_ms=tpot * 1e3,
+            of_floor=_step_floor(llm, work) / tpot if name.startswith("batch") and tpot else None,
+        )
+
+
+def _generate(llm: LLM, work: Work, salt: str) -> tuple[float, list[float], list[float]]:
+    """Seconds in all, and TTFT and TPOT of each request."""
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for _, n in work]
+    begin = time.perf_counter()
+    outputs = llm.generate([prompt for prompt, _ in work], params, use_tqdm=False, cache_salt=salt)
+    seconds = time.perf_counter() - begin
+    ttfts, tpots = [], []
+    for output, (_, wanted) in zip(outputs, work):
+        got, timing = len(output.outputs[0].token_ids), output.timing
+        if got != wanted or timing is None:
+            raise RuntimeError(f"request {output.request_id} gave {got} of {wanted} tokens; figures of it would not be comparable")
+        ttfts.append(timing.first_token - timing.arrival)
+        if got > 1:
+            tpots.append((timing.finished - timing.first_token) / (got - 1))
+    return seconds, ttfts, tpots
+
+
+def _step_floor(llm: LLM, work: Work) -> float:
+    """Least seconds of a step in which every request decodes: weights once, and each context's KV, at half of the output."""
+    element = ELEMENT_BYTES[llm.config.model.dtype]
+    needed = weights_read(llm.spec, llm.engine.weight_bytes, element)
+    needed += sum(kv_read(llm.spec, len(prompt) + n // 2, element) for prompt, n in work)
+    return needed / ceilings(detect(llm.config.device.device)).reading(needed).median
+
+
+def _lines(results: list[Result], head: bool) -> list[str]:
+    rows = [
+        (
+            r.model,
+            r.work,
+            str(r.requests),
+            f"{r.seconds:.2f}",
+            f"{r.out_tok_s:,.1f}",
+            f"{r.total_tok_s:,.1f}",
+            f"{r.ttft_ms:,.1f}",
+            f"{r.tpot_ms:,.2f}" if r.tpot_ms else "-",
+            f"{r.of_floor:.0%}" if r.of_floor else "-",
+        )
+        for r in results
+    ]
+    columns = ("model", "work", "requests", "seconds", "out tok/s", "all tok/s", "TTFT ms", "TPOT ms", "of floor")
+    return table(columns, rows, widths=(20, 13, 8, 8, 10, 10, 10, 8, 8))[0 if head else 1 :]
+
+
+if __name__ == "__main__":
+    from flatout.cli import main
+
+    sys.exit(main(["bench", "offline", *sys.argv[1:]]))

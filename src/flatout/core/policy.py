@@ -1,0 +1,62 @@
+"""Who goes first: a policy is one function that ranks a request; the scheduler admits by rank and preempts from the other end.
+
+Also Line, the sorted line that running and waiting requests stand in. No counting of tokens or blocks here. Called by scheduler.py.
+To add a policy: write its function, name it in POLICIES and in config.SchedulerConfig.scheduling_policy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from flatout.request import Request
+
+# Lower ranks are admitted first and preempted last; among equals those that came first. A request's rank is asked once, when it is
+# added, and must be comparable with every other request's.
+Policy = Callable[[Request], tuple[float, ...]]
+
+
+def fcfs(request: Request) -> tuple[float, ...]:
+    """First come, first served: all rank alike."""
+    return ()
+
+
+def priority(request: Request) -> tuple[float, ...]:
+    """Lower `Request.priority` first, as in vLLM."""
+    return (request.priority,)
+
+
+POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": priority}
+
+T = TypeVar("T")
+
+
+class Line(Generic[T]):
+    """Items sorted by a key that is unique and does not change while they stand here."""
+
+    def __init__(self, key: Callable[[T], Any]):
+        self._key = key
+        self._items: list[T] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
+
+    @property
+    def first(self) -> T:
+        return self._items[0]
+
+    @property
+    def last(self) -> T:
+        return self._items[-1]
+
+    def add(self, item: T) -> None:
+        insort(self._items, item, key=self._key)
+
+    def remove(self, item: T) -> None:
+        index = bisect_left(self._items, self._key(item), key=self._key)
+        assert self._items[index] is item
+        del self._items[index]

@@ -1,0 +1,141 @@
+"""What is already cached: chained block hashes over (extra, tokens), the longest match, publishing, and why no more was found.
+
+A block's hash covers all tokens before it, so equal hashes mean equal KV. Which block lies where is blocks.py's; who may read the
+cache is scheduler.py's, the only caller. Memory is bounded by the number of blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import OrderedDict
+
+import numpy as np
+
+from flatout.core.blocks import BlockPool
+from flatout.request import Request
+
+MISS_OFF = "off"  # prefix caching is switched off
+MISS_SHORT = "too short"  # less than one full block before the last token
+MISS_LOGPROBS = "prompt_logprobs"  # they are computed, never read from the cache
+MISS_SALTED = "salted"  # nothing is cached under this salt. Says nothing of other salts: that would tell what others asked
+MISS_EVICTED = "evicted"
+MISS_IN_FLIGHT = "in flight"  # an earlier request was computing the same block at that moment
+MISS_DIFFERS = "differs at token {}"  # counted from 0, against the recent sequence that agrees the longest
+
+_RUNS_KEPT = 4  # continuations remembered of each chain, to tell where two prompts part
+
+
+def root(*parts: str) -> bytes:
+    """Where a chain of hashes starts. Each part is length-prefixed, so look-alikes ("a|b", "" and "a", "|b") never collide."""
+    digest = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def tokens_of(request: Request, start: int, stop: int) -> list[int]:
+    """Tokens of prompt and output in positions [start, stop)."""
+    prompt = len(request.prompt_ids)
+    if stop <= prompt:
+        return request.prompt_ids[start:stop]
+    return request.prompt_ids[start:] + request.output_ids[max(start - prompt, 0) : stop - prompt]
+
+
+class PrefixCache:
+    """Finds and publishes blocks of `block_size` tokens in `pool`. `top` is a request's root(): the hash before its first block."""
+
+    def __init__(self, pool: BlockPool, block_size: int):
+        self.pool = pool
+        self.block_size = block_size
+        # hash of a chain -> the last few token runs (int32 bytes) that followed it, full blocks and tails
+        self._runs: OrderedDict[bytes, list[bytes]] = OrderedDict()
+        self._coming: set[bytes] = set()  # first missing block of requests that are computing theirs
+
+    def match(self, request: Request, top: bytes, most: int) -> list[int]:
+        """The longest cached chain of the request's blocks, at most `most` of them. Takes no reference."""
+        blocks: list[int] = []
+        for index in range(most):
+            block = self.pool.find(self._hash(request, top, index))
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def publish(self, request: Request, top: bytes, first: int, stop: int) -> None:
+        """Let others find the request's blocks [first, stop), now full and committed."""
+        hashes = request.hashes
+        for index in range(first, stop):
+            before, run = hashes[index - 1] if index else top, self._run(request, index)
+            if index == len(hashes):
+                hashes.append(_digest(before, run))
+            self.pool.publish(request.blocks[index], hashes[index])
+            self._coming.discard(hashes[index])
+            self._remember(before, run)
+
+    def leave(self, request: Request, top: bytes, computed: int) -> None:
+        """The request lets go of its blocks: what it was computing no longer comes; its computed tail is kept for comparison."""
+        self._coming.difference_update(request.hashes)
+        full = computed // self.block_size
+        if computed % self.block_size:
+            self._remember(self._before(request, top, full), self._run(request, full, computed))
+
+    def why(self, request: Request, top: bytes, matched: int, most: int) -> str:
+        """Why match() found `matched` blocks and not `most`; "" when it found them all. Called once, at first admission."""
+        if most == 0:
+            return MISS_SHORT
+        if matched == most:
+            return ""
+        missing = self._hash(request, top, matched)
+        if self.pool.was_evicted(missing):
+            return MISS_EVICTED
+        if missing in self._coming:
+            return MISS_IN_FLIGHT
+        self._coming.add(missing)
+        runs = self._runs.get(self._before(request, top, matched))
+        if runs is None and matched == 0 and request.cache_salt:
+            return MISS_SALTED
+        agree = max((_agree(self._run(request, matched), run) for run in runs or ()), default=0)
+        if agree == self.block_size:
+            return MISS_EVICTED  # so long ago that the pool no longer remembers
+        return MISS_DIFFERS.format(matched * self.block_size + agree)
+
+    def _hash(self, request: Request, top: bytes, index: int) -> bytes:
+        """Hash of a full block; those before it are known already, as both match and publish go from left to right."""
+        if index == len(request.hashes):
+            request.hashes.append(_digest(self._before(request, top, index), self._run(request, index)))
+        return request.hashes[index]
+
+    def _before(self, request: Request, top: bytes, index: int) -> bytes:
+        return request.hashes[index - 1] if index else top
+
+    def _run(self, request: Request, index: int, stop: int | None = None) -> bytes:
+        """Tokens of one block, or those before position `stop`."""
+        start = index * self.block_size
+        tokens = tokens_of(request, start, start + self.block_size if stop is None else stop)
+        return struct.pack(f"{len(tokens)}i", *tokens)  # half the time of array("i", tokens).tobytes()
+
+    def _remember(self, chain: bytes, run: bytes) -> None:
+        runs = self._runs.get(chain)
+        if runs is None:
+            self._runs[chain] = [run]
+            if len(self._runs) > self.pool.num_blocks + 1024:
+                self._runs.popitem(last=False)
+            return
+        self._runs.move_to_end(chain)
+        if run in runs:
+            runs.remove(run)
+        runs.append(run)
+        del runs[:-_RUNS_KEPT]
+
+
+def _digest(before: bytes, run: bytes) -> bytes:
+    return hashlib.blake2b(before + run, digest_size=32).digest()
+
+
+def _agree(one: bytes, other: bytes) -> int:
+    """How many leading int32 are equal."""
+    length = min(len(one), len(other)) // 4
+    parts = np.flatnonzero(np.frombuffer(one, np.int32, length) != np.frombuffer(other, np.int32, length))
+    return int(parts[0]) if len(parts) else length

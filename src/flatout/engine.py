@@ -1,0 +1,168 @@
+"""The loop: schedule, launch, commit the step before. One step ahead of the device, or plain (async_scheduling off).
+
+Holds a Scheduler and a Runner and records each step; decides nothing itself and never sees text. Called by llm.py in-process and by
+server/launch.py in the engine process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from flatout.config import Config, resolve
+from flatout.core.scheduler import Scheduler
+from flatout.hardware import detect
+from flatout.modelfile.sources import ModelSource, resolve_model
+from flatout.request import FinishReason, ModelFacts, Output, Request
+from flatout.runner.build import build
+from flatout.runner.runner import Handle, Timed
+from flatout.step import StepPlan, StepRecord, StepResult
+
+RECORDS_KEPT = 4096
+FAILURES_ALLOWED = 3  # steps in a row: more is a broken device, not a bad request
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A launched step, not yet committed."""
+
+    plan: StepPlan
+    handle: Handle
+    record: StepRecord
+
+
+class Engine:
+    """Construct (loads the model), add() requests, step() until has_work is false. Not thread-safe: one thread drives it.
+
+    Raises ConfigError or ModelFileError when it can't be built.
+    """
+
+    def __init__(self, config: Config, source: ModelSource | None = None):
+        begin = time.perf_counter()
+        self.source = source or resolve_model(config.model)
+        hardware = detect()
+        self.config, self.decisions = resolve(config, self.source.spec, hardware)
+        model, cache, scheduler = self.config.model, self.config.cache, self.config.scheduler
+        assert model.max_model_len and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
+        self.spec = self.source.spec.for_length(model.max_model_len)
+        resolved = time.perf_counter()
+        built = build(self.config, self.source, self.spec, hardware)
+        self.runner = built.runner
+        self.weight_bytes = built.weight_bytes
+        self.scheduler = Scheduler(
+            num_blocks=built.num_blocks,
+            block_size=cache.block_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=model.max_model_len,
+            policy=scheduler.scheduling_policy,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            enable_chunked_prefill=scheduler.enable_chunked_prefill,
+        )
+        self.facts = ModelFacts(
+            model=self.source.name,
+            vocab_size=self.spec.vocab_size,
+            max_model_len=model.max_model_len,
+            pool_tokens=built.num_blocks * cache.block_size,
+            block_size=cache.block_size,
+            eos_ids=self.spec.eos_ids,
+            sampling_defaults=dict(self.spec.sampling_defaults) if model.generation_config == "auto" else {},
+        )
+        self.seconds = {"config": resolved - begin, **built.seconds}
+        self.start_lines = [
+            *self.source.notices,
+            *built.lines,
+            *(f"{d.field} = {d.value}: {d.reason}" for d in self.decisions),
+            "ready after " + ", ".join(f"{name} {s:.2f} s" for name, s in self.seconds.items()),
+        ]
+        self.records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
+        self._flight: _Flight | None = None
+        self._steps = 0
+        self._failures = 0  # steps failed in a row
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._flight is not None
+
+    def add(self, requests: list[Request]) -> None:
+        """The n samples of one user request. Raises RequestError if they can never fit."""
+        self.scheduler.add(requests)
+
+    def abort(self, id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT, stop_reason: str | None = None) -> None:
+        """End a request (or one sample of it) now; what is in flight for it is dropped. Unknown ids are past their end: nothing happens."""
+        self.scheduler.abort(id, index, reason, stop_reason)
+
+    def step(self) -> list[Output]:
+        """Plan and launch a step, then commit one: the step before it, or itself when not async."""
+        begin = time.perf_counter()
+        plan = self.scheduler.schedule(time.monotonic())
+        scheduled = time.perf_counter()
+        launched = None
+        if plan is not None:
+            self._steps += 1
+            record = StepRecord(
+                step=self._steps,
+                start=begin,
+                schedule_s=scheduled - begin,
+                tokens=plan.num_tokens,
+                rows=len(plan.slots),
+                prefill_tokens=int(plan.counts.sum() - plan.samples.sum()),
+                kv_tokens=int(plan.starts.sum() + plan.counts.sum()),
+                sampled=int(plan.samples.sum()),
+                running=self.scheduler.num_running,
+                blocks_used=self.scheduler.blocks.num_used,
+                blocks_total=self.scheduler.blocks.num_blocks,
+                waiting=plan.waiting,
+            )
+            launched = _Flight(plan, self._launch(plan), record)
+        if self.config.scheduler.async_scheduling:
+            launched, self._flight = self._flight, launched
+        return self._commit(launched) if launched is not None else []
+
+    def _launch(self, plan: StepPlan) -> Handle:
+        """A step that fails to launch fails when it is committed, like one that fails on the device."""
+        try:
+            return self.runner.launch(plan)
+        except Exception as error:
+            failure = error
+
+        def fail() -> Timed:
+            raise failure
+
+        return fail
+
+    def _commit(self, flight: _Flight) -> list[Output]:
+        record = flight.record
+        begin = time.perf_counter()
+        try:
+            timed = flight.handle()
+        except Exception as error:
+            return self._fail(flight.plan, error)
+        self._failures = 0
+        waited = time.perf_counter()
+        outputs = self.scheduler.commit(flight.plan, timed.result, time.monotonic())
+        record.inputs_s, record.launch_s, record.device_s = timed.inputs_s, timed.launch_s, timed.device_s
+        record.wait_s = waited - begin
+        record.commit_s = time.perf_counter() - waited
+        self.records.append(record)
+        return outputs
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[Output]:
+        """A step that raised ends the requests it held and nobody else's. A device that keeps failing ends the engine."""
+        self._failures += 1
+        if self._failures >= FAILURES_ALLOWED:
+            raise error
+        ended = [r for request in plan.requests for r in self.scheduler.abort(request.id, request.index, FinishReason.ERROR)]
+        self.scheduler.commit(plan, StepResult(np.zeros(int(plan.samples.sum()), np.int64)), time.monotonic())
+        reason = f"the step failed: {type(error).__name__}: {error}"
+        return [Output(r.id, r.index, [], finish_reason=FinishReason.ERROR, prompt_tokens=len(r.prompt_ids), error=reason) for r in ended]
+
+    def close(self) -> None:
+        """Stop the compute thread. The device's memory goes with the object."""
+        if self._flight is not None:
+            self._flight.handle()
+            self._flight = None
+        self.runner.close()

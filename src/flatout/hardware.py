@@ -1,0 +1,287 @@
+"""Hardware: what this machine is (detect) and what its memory can give (ceilings, measured once and kept). Plain data.
+
+Nothing here decides anything: config.resolve, runner/memory.py and the ledger read it. The measuring code loads torch when it is called,
+never at import. Called by engine.py, bench/ and cli/.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from flatout.config import cache_dir
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# the instruction sets that a kernel may ask for, as the kernel spells them in /proc/cpuinfo
+X86 = {"avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16"}
+AMX = {"amx_tile", "amx_bf16", "amx_int8"}
+ARM = {"asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "svebf16"}
+ISA = frozenset(X86 | AMX | ARM)
+BFLOAT16_ISA = frozenset(("avx512_bf16", "amx_bf16", "bf16", "svebf16"))
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One machine as this process sees it."""
+
+    device: str  # "cuda" | "cpu": where a model would run
+    name: str  # of the GPU, or of the CPU
+    capability: tuple[int, int] | None  # CUDA compute capability
+    memory_bytes: int  # the GPU's memory in all; on the CPU the RAM that this process may still take
+    cpu_count: int  # cores this process may really use: affinity and cgroup quota
+    has_bfloat16: bool  # arithmetic, not emulation
+    cpu_name: str = ""
+    isa: frozenset[str] = frozenset()  # those of ISA that the CPU has
+
+    def fingerprint(self) -> str:
+        """Twelve hex digits that name this kind of machine: measured facts are kept under it."""
+        facts = (self.device, self.name, self.capability, self.cpu_count, self.cpu_name, sorted(self.isa))
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+
+
+def detect(device: str = "auto") -> Hardware:
+    """The machine for --device auto, cuda or cpu. Without a CUDA device it is the CPU, whatever was asked: config.resolve judges."""
+    import torch
+
+    isa = cpu_isa()
+    cpu, cores = cpu_name(), allowed_cores()
+    if device != "cpu" and torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        capability = (gpu.major, gpu.minor)
+        return Hardware("cuda", gpu.name, capability, gpu.total_memory, cores, capability >= (8, 0), cpu, isa)
+    return Hardware("cpu", cpu, None, available_memory(), cores, bool(isa & BFLOAT16_ISA), cpu, isa)
+
+
+# -- the CPU: the kernel's files, under a root that tests replace ------------------------------------------------------
+
+
+def cpu_name(root: Path = Path("/")) -> str:
+    for line in _lines(root / "proc/cpuinfo"):
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def cpu_isa(root: Path = Path("/")) -> frozenset[str]:
+    """The entries of ISA among the CPU's flags; empty where the system does not tell."""
+    for line in _lines(root / "proc/cpuinfo"):
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return ISA & frozenset(value.split())
+    return frozenset()
+
+
+def allowed_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use at once: its affinity, or less where a cgroup grants less time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [int(q) / int(period) for q, period in _cpu_quotas(root) if int(q) > 0 and int(period) > 0]
+    return max(1, int(min([cores, *quotas])))
+
+
+def _cpu_quotas(root: Path) -> Iterator[tuple[str, str]]:
+    """(quota, period) in microseconds of each cgroup above this process that has a limit."""
+    for folder in _cgroups(root, ""):
+        fields = _text(folder / "cpu.max").split()
+        if len(fields) == 2 and fields[0] != "max":
+            yield fields[0], fields[1]
+    for folder in _cgroups(root, "cpu"):
+        quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+        if quota and period:
+            yield quota, period
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of RAM that this process can still take without swapping: the system's, or less where a cgroup allows less."""
+    rooms = [int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    if not rooms and hasattr(os, "sysconf"):
+        rooms = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for controller, limit_file, usage_file, cache_key in (
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        for folder in _cgroups(root, controller):
+            limit, usage = _text(folder / limit_file), _text(folder / usage_file)
+            if limit.isdigit() and usage.isdigit():
+                # file pages that nobody uses count as usage but are given back on demand
+                stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat"))
+                rooms.append(int(limit) - int(usage) + int(stat.get(cache_key, 0)))
+    return max(0, min(rooms))
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's cgroup and of those above it; controller "" is version 2."""
+    base = root / "sys/fs/cgroup"
+    for line in _lines(root / "proc/self/cgroup"):
+        number, names, path = line.split(":", 2)
+        if controller not in names.split(",") or (not controller and number != "0"):
+            continue
+        mounts = (base, base / "unified") if not controller else (base / names, base / controller)
+        mount = next((m for m in mounts if m.is_dir()), None)
+        if mount is None:
+            continue
+        inside = Path(path.lstrip("/"))
+        # a container often sees its own group mounted as the root: what does not exist is skipped
+        yield from (mount / p for p in (inside, *inside.parents) if (mount / p).is_dir())
+
+
+def _text(path: Path) -> str:
+    """A small file of the kernel's, "" where this system does not have it."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _lines(path: Path) -> list[str]:
+    return _text(path).splitlines()
+
+
+# -- ceilings ----------------------------------------------------------------------------------------------------------
+
+RUNS = 7
+SETTLED = 0.8  # idle Xeon with 2 vCPU: median / best 0.85-0.99; with two foreign busy processes 0.7-0.9
+RETRY_SECONDS = 600
+CPU_SETS = (64 << 20, 256 << 20, 1 << 30)  # working sets read: what a large cache can hold, and what must come from DRAM
+CUDA_SETS = (1 << 30,)
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bytes per second: the median of RUNS passes over a working set, with the slowest and the fastest."""
+
+    working_set: int  # bytes
+    median: float
+    low: float
+    high: float
+    method: str
+
+    @property
+    def settled(self) -> bool:
+        """The passes agree. Where the best is far over the median, others were using the memory, and it can give more than this."""
+        return self.median >= SETTLED * self.high
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The most this machine's memory gave, all allowed threads reading."""
+
+    read: tuple[Bandwidth, ...]  # by working set, small to large
+    copy: Bandwidth  # bytes read and bytes written, together
+    measured: float = 0.0  # seconds since 1970
+
+    def reading(self, working_set: int) -> Bandwidth:
+        """The bandwidth that holds for reading this many bytes over and over: a cache may hold a small model."""
+        return next((b for b in self.read if b.working_set >= working_set), self.read[-1])
+
+
+def ceilings(hardware: Hardware, refresh: bool = False) -> Ceilings:
+    """What memory allows here, from the cache or measured now (1-2 s, at most 1.2 GiB) and kept for the next time.
+
+    A measurement that did not settle serves for RETRY_SECONDS. Of several the best counts: a ceiling is the most there was.
+    """
+    import torch
+
+    path = cache_dir() / "hardware.json"
+    key = f"{hardware.fingerprint()} torch {torch.__version__}"
+    kept = _kept(path)
+    before = _entry(kept.get(key))
+    if before is not None and not refresh and (before.read[-1].settled or time.time() - before.measured < RETRY_SECONDS):
+        return before
+    best = measure(hardware) if before is None else _best(before, measure(hardware))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({**kept, key: asdict(best)}, indent=1))
+        temporary.replace(path)
+    except OSError as error:
+        warnings.warn(f"the measured bandwidth cannot be kept ({error}); it will be measured again each time", stacklevel=2)
+    return best
+
+
+def _best(a: Ceilings, b: Ceilings) -> Ceilings:
+    """Of two measurements of one machine, the larger medians. Working sets that differ (less memory was free) make them two stories: the later one."""
+    if [x.working_set for x in a.read] != [x.working_set for x in b.read]:
+        return b
+    pairs = [*zip(a.read, b.read), (a.copy, b.copy)]
+    *read, copy = (max(pair, key=lambda bandwidth: bandwidth.median) for pair in pairs)
+    return Ceilings(tuple(read), copy, b.measured)
+
+
+def _entry(entry: Any) -> Ceilings | None:
+    """What the cache holds for a machine; None for a damaged entry or another version's, which is measured anew and replaced."""
+    try:
+        read = tuple(Bandwidth(**b) for b in entry["read"])
+        return Ceilings(read, Bandwidth(**entry["copy"]), float(entry["measured"])) if read else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    """The cache file; a damaged one counts as empty, since everything in it can be measured again."""
+    try:
+        kept = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def measure(hardware: Hardware) -> Ceilings:
+    """Read and copy bandwidth of the device's memory, now. On the CPU with every core this process may use."""
+    import torch
+
+    cuda = hardware.device == "cuda"
+    free = torch.cuda.mem_get_info()[0] if cuda else available_memory()
+    sets = [s for s in (CUDA_SETS if cuda else CPU_SETS) if s <= free // 2] or [max(free // 4, 1 << 20) & ~0xFFFFF]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(hardware.cpu_count)
+    try:
+        buffer = torch.ones(sets[-1] // 4, dtype=torch.float32, device=hardware.device)
+        read = tuple(_read(buffer[: size // 4]) for size in sets)
+        half = buffer.numel() // 2
+        copy = _timed("copy", sets[-1], lambda: buffer[:half].copy_(buffer[half : 2 * half]), cuda)
+    finally:
+        torch.set_num_threads(threads)
+    return Ceilings(read, copy, time.time())
+
+
+def _read(data: Tensor) -> Bandwidth:
+    """The fastest read-only pass that torch has over float32 data; which one that is differs by machine.
+
+    Xeon 2 vCPU, 1 GiB: matrix-vector 26 GB/s, as fast as a C loop with eight prefetched streams; sums 13 GB/s.
+    """
+    rows = data.view(-1, 4096)
+    vector = data.new_ones(4096)
+    size, cuda = data.numel() * 4, data.is_cuda
+    passes: dict[str, Callable[[], object]] = {"matrix-vector": lambda: rows.mv(vector), "row sums": lambda: rows.sum(1)}
+    best = max(passes, key=lambda name: _timed(name, size, passes[name], cuda, runs=2).high)
+    return _timed(best, size, passes[best], cuda)
+
+
+def _timed(method: str, size: int, run: Callable[[], object], cuda: bool, runs: int = RUNS) -> Bandwidth:
+    import torch
+
+    repeats = 16 if cuda else 1  # so that the launch, tens of microseconds, does not count
+    rates = []
+    run()
+    for _ in range(runs):
+        if cuda:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        if cuda:
+            torch.cuda.synchronize()
+        rates.append(size * repeats / (time.perf_counter() - begin))
+    return Bandwidth(size, median(rates), min(rates), max(rates), method)

@@ -1,0 +1,33 @@
+"""Ops that pick rows: embedding (with the family's scale) and gather_rows.
+
+Called by layers/embedding.py, by layers/rotary.py for its table and by layers/head.py for the rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatout.kernels.op import Cost, nbytes, op
+
+
+def _embedding_cost(out: Tensor, ids: Tensor, weight: Tensor, scale: float) -> Cost:
+    return Cost(weights=nbytes(out), activations=nbytes(out, ids), flops=0 if scale == 1.0 else out.numel())
+
+
+def _gather_cost(out: Tensor, source: Tensor, indices: Tensor) -> Cost:
+    return Cost(activations=nbytes(out, out, indices))
+
+
+@op(cost=_embedding_cost)
+def embedding(out: Tensor, ids: Tensor, weight: Tensor, scale: float) -> None:
+    """out [T, H] = weight [V, H] at ids (int64 [T]), times scale."""
+    torch.index_select(weight, 0, ids, out=out)
+    if scale != 1.0:
+        out.mul_(scale)
+
+
+@op(cost=_gather_cost)
+def gather_rows(out: Tensor, source: Tensor, indices: Tensor) -> None:
+    """out [S, H] = source [N, H] at indices (int64 [S])."""
+    torch.index_select(source, 0, indices, out=out)

@@ -1,0 +1,77 @@
+"""Attention: one layer's projections, and the ops between them; its KV cache is bound after load.
+
+What a step's rows attend to was planned by the backend (batch.attention). Called by models/decoder.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flatout.batch import ForwardBatch
+from flatout.kernels.attention import attention
+from flatout.kernels.rope import rope_kv_write
+from flatout.layers.destination import Destination
+from flatout.layers.linear import Linear, under
+from flatout.layers.rotary import Rotary
+from flatout.layers.workspace import Workspace
+from flatout.quant.scheme import Scheme
+
+if TYPE_CHECKING:
+    from flatout.modelfile.spec import ModelSpec
+
+
+class Attention:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        scheme: Scheme,
+        group: int,
+        rotary: Rotary | None,
+        workspace: Workspace,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """group: the layer's cache group. rotary: None for a layer without position encoding."""
+        q, kv, hidden = spec.q_size, spec.kv_size, spec.hidden_size
+        self.group = group
+        self.rotary = rotary
+        self.scale = spec.softmax_scale
+        self.softcap = spec.attn_softcap
+        self.eps = spec.norm_eps
+        self.norm_offset = spec.norm_offset
+        self.heads_shape = (spec.num_kv_heads, spec.head_dim)
+        segments = {"q": q, "k": kv, "v": kv}
+        self.qkv = Linear(scheme, q + 2 * kv, hidden, bias=spec.qkv_bias, segments=segments, dtype=dtype, device=device)
+        self.o = Linear(scheme, hidden, q, bias=spec.o_bias, dtype=dtype, device=device)
+        self.q_norm: Tensor | None = None
+        self.k_norm: Tensor | None = None
+        if spec.qk_norm:
+            widths = (q, kv) if spec.qk_norm == "full" else (spec.head_dim, spec.head_dim)
+            self.q_norm, self.k_norm = (torch.empty(width, dtype=dtype, device=device) for width in widths)
+        self._qkv = workspace.rows("qkv", q + 2 * kv)
+        self._mixed = workspace.rows("mixed", q)
+        self._out = workspace.rows("delta", hidden)
+
+    def bind(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Use this cache: [num_blocks, block_size, kv_heads, head_dim] each. Ops address it by slot."""
+        self.k_cache, self.v_cache = k_cache.view(-1, *self.heads_shape), v_cache.view(-1, *self.heads_shape)
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, hidden] -> [T, hidden] in the workspace; keys and values of the step's tokens are in the cache."""
+        qkv = self.qkv(self._qkv.now, x)
+        rope = None if self.rotary is None else self.rotary.rows
+        slots = batch.kv_slots[self.group]
+        rope_kv_write(qkv, self.k_cache, self.v_cache, slots, rope, self.q_norm, self.k_norm, self.eps, self.norm_offset)
+        mixed = self._mixed.now
+        attention(mixed, qkv[:, : mixed.shape[1]], self.k_cache, self.v_cache, batch.attention[self.group], self.scale, self.softcap)
+        return self.o(self._out.now, mixed)
+
+    def destinations(self) -> dict[str, Destination]:
+        made = under("qkv", self.qkv.destinations()) | under("o", self.o.destinations())
+        if self.q_norm is not None and self.k_norm is not None:
+            made |= {"q_norm.weight": Destination(self.q_norm), "k_norm.weight": Destination(self.k_norm)}
+        return made

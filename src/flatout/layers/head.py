@@ -1,0 +1,51 @@
+"""Head: from rows of the residual stream to float32 logits: pick, final norm, projection, scale and cap.
+
+The projection is the embedding's own table where the model ties them. Called by models/decoder.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flatout.kernels.embedding import gather_rows
+from flatout.kernels.logits import finish_logits
+from flatout.layers.destination import Destination
+from flatout.layers.embedding import Embedding
+from flatout.layers.linear import Linear, under
+from flatout.layers.norm import Norm
+from flatout.layers.workspace import Workspace
+from flatout.quant.none import Plain
+from flatout.quant.scheme import Scheme
+
+if TYPE_CHECKING:
+    from flatout.modelfile.spec import ModelSpec
+
+
+class Head:
+    def __init__(self, spec: ModelSpec, embed: Embedding, scheme: Scheme, max_rows: int, *, dtype: torch.dtype, device: torch.device):
+        self.norm = Norm(spec.hidden_size, spec.norm_eps, spec.norm_offset, dtype=dtype, device=device)
+        tied = embed.weight if spec.tie_embeddings else None
+        scheme = scheme if tied is None else Plain()
+        self.projection = Linear(scheme, spec.vocab_size, spec.hidden_size, tied=tied, dtype=dtype, device=device)
+        self.scale = spec.logit_scale
+        self.softcap = spec.logit_softcap
+        self._workspace = Workspace(max_rows, dtype, device)
+        self._picked = self._workspace.rows("picked", spec.hidden_size)
+        self._raw = self._workspace.rows("logits", spec.vocab_size)
+        self._logits = self._workspace.rows("logits", spec.vocab_size, torch.float32)  # in a float32 model the same buffer
+
+    def __call__(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """float32 [S, vocab] of rows (int64 [S]) of hidden [T, hidden]."""
+        self._workspace.resize(rows.shape[0])
+        picked, raw, logits = self._picked.now, self._raw.now, self._logits.now
+        gather_rows(picked, hidden, rows)
+        self.projection(raw, self.norm(picked, picked))
+        if raw is not logits or self.scale != 1.0 or self.softcap:
+            finish_logits(logits, raw, self.scale, self.softcap)
+        return logits
+
+    def destinations(self) -> dict[str, Destination]:
+        return under("norm", self.norm.destinations()) | under("head", self.projection.destinations())

@@ -1,0 +1,60 @@
+"""Linear: a projection whose weights are a scheme's business, with the segments that files may hold apart.
+
+Fused projections (q, k, v; gate, up) are one Linear. Called by layers/ and models/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flatout.layers.destination import Destination
+from flatout.quant.scheme import Scheme
+
+
+class Linear:
+    def __init__(
+        self,
+        scheme: Scheme,
+        rows: int,
+        columns: int,
+        *,
+        bias: bool = False,
+        segments: Mapping[str, int] | None = None,
+        tied: Tensor | None = None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """segments: name -> number of rows, in order, for a fused projection. tied: a plain weight that another layer owns and loads."""
+        self.scheme = scheme
+        self.tensors = scheme.tensors(rows, columns, dtype, device) if tied is None else {"weight": tied}
+        self.tied = tied is not None
+        self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
+        self.segments = bounds(segments or {})
+
+    def __call__(self, out: Tensor, x: Tensor) -> Tensor:
+        """out [T, rows] from x [T, columns]; returns out."""
+        self.scheme.apply(out, x, self.tensors, self.bias)
+        return out
+
+    def destinations(self) -> dict[str, Destination]:
+        tensors = {} if self.tied else dict(self.tensors)
+        if self.bias is not None:
+            tensors["bias"] = self.bias
+        return {name: Destination(tensor, self.segments) for name, tensor in tensors.items()}
+
+
+def bounds(segments: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """name -> (first row, end row) from name -> rows."""
+    made, first = {}, 0
+    for name, rows in segments.items():
+        made[name] = (first, first + rows)
+        first += rows
+    return made
+
+
+def under(prefix: str, destinations: Mapping[str, Destination]) -> dict[str, Destination]:
+    """The same destinations with their names below a prefix."""
+    return {f"{prefix}.{name}": destination for name, destination in destinations.items()}

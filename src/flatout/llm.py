@@ -1,0 +1,350 @@
+"""LLM: the offline front door. Prompts in, finished texts (or streamed deltas) out, over an engine in this process.
+
+Names and results are those of vLLM's LLM. Text work happens here while the device computes the next step. Used by people's scripts,
+cli/ and bench/.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flatout.config import Config
+from flatout.engine import Engine
+from flatout.request import FinishReason, Output, PositionLogprobs, Request, RequestError, SamplingParams, Timing
+from flatout.text.chat import ChatTemplate
+from flatout.text.prepare import Prompt, default_params, prepare
+from flatout.text.sequence import SequenceText
+from flatout.text.tokenizer import Tokenizer, load_tokenizer
+
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Logprob:
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample. `token_ids` include the end id; `logprobs[i]` maps token id -> Logprob at position i, the chosen token first."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    cumulative_logprob: float | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache, first sample
+    miss_reason: str = ""
+    preemptions: int = 0
+    timing: Timing | None = None  # of the first sample
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.cached_tokens
+
+
+@dataclass(slots=True)
+class StreamDelta:
+    """What came since the last one. The last delta of a sample has finish_reason set."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    cached_tokens: int = 0
+    timing: Timing | None = None
+
+
+@dataclass(slots=True)
+class _Live:
+    """One sequence between its admission and its last token."""
+
+    request: Request
+    text: SequenceText | None  # None without a tokenizer: ids only
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    last: Output | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def push(self, output: Output) -> StreamDelta:
+        """Take a step's output. Ids behind a stop string are dropped."""
+        reason, stop_reason, ids, text = output.finish_reason, output.stop_reason, output.token_ids, ""
+        if self.text is not None:
+            delta = self.text.push(ids, reason)
+            text, ids, reason = delta.text, delta.token_ids, delta.finish_reason
+            stop_reason = delta.stop_reason if delta.stop_reason is not None else stop_reason
+        self.token_ids += ids
+        self.logprobs += (output.logprobs or [])[: len(ids)]
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.last, self.finish_reason, self.stop_reason = output, reason, stop_reason
+        return StreamDelta(self.request.index, text, ids, reason, stop_reason, output.cached_tokens, output.timing)
+
+
+class LLM:
+    """`LLM("org/name" | folder | file.gguf | "smollm2", **options)`; options are the fields of flatout.config.Config, by name.
+
+    Not thread-safe. Raises ConfigError, ModelFileError (at load) and RequestError (a request that cannot be served as asked).
+    """
+
+    def __init__(self, model: str = "smollm2", **options: Any):
+        self.engine = Engine(Config.make(model=model, **options))
+        self.config, self.spec, self.facts = self.engine.config, self.engine.spec, self.engine.facts
+        self.tokenizer: Tokenizer | None = load_tokenizer(self.engine.source)
+        self._template: ChatTemplate | None = None
+        self._ids = itertools.count()
+        self._live: dict[tuple[str, int], _Live] = {}
+        self._deltas: dict[str, deque[StreamDelta]] = {}  # of the requests being streamed
+        self.start_lines = self.engine.start_lines + (self.tokenizer.notices if self.tokenizer else [])
+
+    # -- doors ------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Complete each prompt (text, ids or {"prompt_token_ids": ids}); one SamplingParams for all or one each. Results in order.
+
+        `use_tqdm` shows a progress bar on a terminal. All prompts are checked before any runs.
+        """
+        several = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type]
+        params = self._params_for(several, sampling_params)
+        if priority is not None and len(priority) != len(several):
+            raise RequestError("priority", f"{len(priority)} given for {len(several)} prompts")
+        prepared = [
+            self._prepare(prompt, p, priority=priority[i] if priority else 0, cache_salt=cache_salt)
+            for i, (prompt, p) in enumerate(zip(several, params))
+        ]
+        return self._run(prepared, [p if isinstance(p, str) else None for p in several], use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several. template_options: add_generation_prompt, continue_final_message, tools, and the template's own."""
+        conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
+        ids = [self.chat_ids(conversation, **template_options) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(ids, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, **template_options: Any
+    ) -> Generator[StreamDelta, None, None]:
+        """Deltas of one request as they come (a list of messages is a chat). Closing the iterator aborts the request."""
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+            prompt = self.chat_ids(prompt, **template_options)
+        requests = self._prepare(prompt, sampling_params or self.default_params())  # type: ignore[arg-type]
+        self._admit(requests)
+        return self._deltas_of(requests)
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._need_tokenizer().encode(text, add_special_tokens)
+
+    def chat_ids(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+        """Token ids of a conversation as the model's template writes it."""
+        if self._template is None:
+            self._template = ChatTemplate.for_model(self._need_tokenizer(), self.config.model.chat_template)
+        return self._template.encode(list(messages), **template_options)
+
+    def default_params(self, **fields: Any) -> SamplingParams:
+        """The model's own sampling defaults (generation_config.json) under the given fields."""
+        return default_params(self.facts, **fields)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self.default_params()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("prompt", f"{self.facts.model} was loaded without a tokenizer; give token ids, or --tokenizer")
+        return self.tokenizer
+
+    def _params_for(self, prompts: list[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+        if params is None:
+            params = self.default_params()
+        if isinstance(params, SamplingParams):
+            return [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError("sampling_params", f"{len(params)} given for {len(prompts)} prompts")
+        return list(params)
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str = "") -> list[Request]:
+        return prepare(
+            str(next(self._ids)),
+            prompt,
+            params,
+            self.tokenizer,
+            self.facts,
+            arrival=time.monotonic(),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+    def _admit(self, requests: list[Request]) -> None:
+        self.engine.add(requests)
+        for request in requests:
+            text = SequenceText(self.tokenizer, request.params, request.prompt_ids) if self.tokenizer else None
+            self._live[request.key] = _Live(request, text)
+
+    def _step(self) -> list[tuple[_Live, StreamDelta]]:
+        """One engine step; its outputs as text. A stop string found here ends the sequence in the engine."""
+        pushed = []
+        for output in self.engine.step():
+            live = self._live.get((output.id, output.index))
+            if live is None or live.finish_reason is not None:
+                continue  # made by the step in flight after its stop string was found
+            delta = live.push(output)
+            if delta.finish_reason is not None and output.finish_reason is None:
+                self.engine.abort(output.id, output.index, delta.finish_reason, str(delta.stop_reason))
+            pushed.append((live, delta))
+            if output.id in self._deltas:
+                self._deltas[output.id].append(delta)
+        return pushed
+
+    def _run(self, prepared: list[list[Request]], texts: list[str | None], show: bool) -> list[RequestOutput]:
+        done: dict[str, list[_Live]] = {}
+        try:
+            for requests in prepared:
+                self._admit(requests)
+                done[requests[0].id] = [self._live[r.key] for r in requests]
+            unfinished = sum(len(lives) for lives in done.values())
+            with _progress(unfinished, show) as advance:
+                while unfinished:
+                    for live, delta in self._step():
+                        finished = delta.finish_reason is not None and live.request.id in done
+                        unfinished -= finished
+                        advance(len(delta.token_ids), finished)
+        finally:
+            for id in done:
+                self._forget(id)
+        return [self._result(done[requests[0].id], text) for requests, text in zip(prepared, texts)]
+
+    def _deltas_of(self, requests: list[Request]) -> Generator[StreamDelta, None, None]:
+        id, unfinished = requests[0].id, len(requests)
+        queue = self._deltas[id] = deque()
+        try:
+            while unfinished:
+                while not queue:
+                    self._step()
+                delta = queue.popleft()
+                unfinished -= delta.finish_reason is not None
+                yield delta
+        finally:
+            del self._deltas[id]
+            self._forget(id)
+
+    def _forget(self, id: str) -> None:
+        """Drop a request; what of it still runs is aborted."""
+        for key in [k for k in self._live if k[0] == id]:
+            if self._live.pop(key).finish_reason is None:
+                self.engine.abort(*key)
+
+    def _result(self, lives: list[_Live], prompt: str | None) -> RequestOutput:
+        first = lives[0]
+        assert first.last is not None
+        prompt_logprobs = first.prompt_logprobs
+        return RequestOutput(
+            request_id=first.request.id,
+            prompt=prompt,
+            prompt_token_ids=first.request.prompt_ids,
+            prompt_logprobs=None if prompt_logprobs is None else [p and self._alternatives(p) for p in prompt_logprobs],
+            outputs=[self._completion(live) for live in lives],
+            cached_tokens=first.last.cached_tokens,
+            miss_reason=first.last.miss_reason,
+            preemptions=sum(live.last.preemptions for live in lives if live.last),
+            timing=first.last.timing,
+        )
+
+    def _completion(self, live: _Live) -> CompletionOutput:
+        if live.finish_reason == FinishReason.ERROR and live.last is not None:
+            raise RuntimeError(f"request {live.request.id}: {live.last.error}")
+        wanted = live.request.params.logprobs is not None
+        return CompletionOutput(
+            index=live.request.index,
+            text=live.text.text if live.text else "",
+            token_ids=live.token_ids,
+            logprobs=[self._alternatives(p) for p in live.logprobs] if wanted else None,
+            cumulative_logprob=sum(p.chosen.logprob for p in live.logprobs) if wanted else None,
+            finish_reason=live.finish_reason,
+            stop_reason=live.stop_reason,
+        )
+
+    def _alternatives(self, position: PositionLogprobs) -> dict[int, Logprob]:
+        tokens = {t.token_id: t for t in (position.chosen, *position.top)}
+        return {i: Logprob(t.logprob, t.rank, self.tokenizer.token_text(i) if self.tokenizer else None) for i, t in tokens.items()}
+
+
+def _is_one(prompts: Any) -> bool:
+    """A single prompt: text, a mapping, or a list of ids."""
+    return isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+class _progress:
+    """A bar with sequences done and tok/s on a terminal (rich); nothing elsewhere."""
+
+    def __init__(self, total: int, show: bool):
+        self.bar = None
+        self.tokens, self.begin = 0, time.perf_counter()
+        if show and sys.stderr.isatty():
+            try:
+                from rich.console import Console
+                from rich.progress import Progress
+            except ImportError:
+                print("progress bars need rich: pip install 'flatout[term]'", file=sys.stderr)
+                return
+            self.bar = Progress(console=Console(stderr=True), transient=True)
+            self.task = self.bar.add_task("generating", total=total)
+
+    def __enter__(self) -> Any:
+        if self.bar:
+            self.bar.start()
+        return self.advance
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def advance(self, tokens: int, finished: bool) -> None:
+        self.tokens += tokens
+        if self.bar:
+            rate = self.tokens / (time.perf_counter() - self.begin)
+            self.bar.update(self.task, advance=int(finished), description=f"{rate:,.0f} tok/s")

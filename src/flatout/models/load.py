@@ -1,0 +1,234 @@
+"""Weights from files into the decoder's destinations, one tensor at a time, and the proof of it: LoadReport.
+
+What will go where is settled from names and shapes before a byte is read, so a checkpoint that does not fit is refused at once, by name.
+File formats are modelfile/'s, block types quant/'s, names registry.py's. Called by runner/build.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from flatout.layers.destination import Destination
+from flatout.modelfile.gguf import GGUFTensor
+from flatout.modelfile.safetensors_header import StoredTensor
+from flatout.modelfile.sources import ModelSource
+from flatout.modelfile.spec import ModelFileError, ModelSpec
+from flatout.models.registry import NUMBER, Skipped, Target, names_of
+from flatout.models.report import LoadReport
+from flatout.quant import gguf
+
+SHOWN = 4  # names that an error lists before it counts the rest
+LARGEST_FLOAT16 = 65504.0
+DUMMY_STD = 0.02  # Transformers' initializer_range
+MOST_READERS = 8  # threads that read files: more only wait for the disk
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class Loadable(Protocol):
+    """What the loader needs of a decoder."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def destinations(self) -> dict[str, Destination]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One tensor of the checkpoint and where it goes."""
+
+    name: str
+    stored: StoredTensor | GGUFTensor
+    target: Target
+    destination: Destination
+
+    @property
+    def kind(self) -> str:
+        """The stored type's name."""
+        return self.stored.type.name if isinstance(self.stored, GGUFTensor) else self.stored.dtype
+
+
+def load_weights(decoder: Loadable, source: ModelSource, *, seed: int = 0) -> LoadReport:
+    """Fill every destination of the decoder from `source` ("dummy": with random values made in place from `seed`).
+
+    Raises ModelFileError naming tensor, file and mend: missing, left over, wrong shape, a type or value that cannot be held.
+    """
+    begin = time.perf_counter()
+    destinations = decoder.destinations()
+    report = LoadReport(source.name, source.kind, decoder.spec, files=len(source.files))
+    for name, destination in destinations.items():
+        report.add_parameters(name, destination.tensor.numel(), destination.tensor.dtype)
+    if source.kind == "dummy":
+        _fill(destinations, decoder.spec, seed)
+    else:
+        if decoder.spec.quantization:
+            method = decoder.spec.quantization.get("quant_method", "of an unnamed kind")
+            raise ModelFileError(
+                f"{source.name}: quantization {method} is not supported yet; supported: unquantised safetensors, or GGUF files"
+            )
+        moves = _plan(destinations, source, report)
+        _run(moves, decoder.spec)
+        report.used = len(moves)
+        assert not any(d.missing() for d in destinations.values())
+    report.seconds = time.perf_counter() - begin
+    return report
+
+
+def _plan(destinations: Mapping[str, Destination], source: ModelSource, report: LoadReport) -> list[_Move]:
+    """What goes where, or why it cannot."""
+    names, moves, unknown = names_of(source.spec), [], []
+    stored: Mapping[str, StoredTensor | GGUFTensor] = source.gguf.tensors if source.gguf is not None else source.tensors
+    targets = {name: names.target(name) for name in stored}
+    if "head.weight" not in destinations:
+        _tie(targets)
+    for name, tensor in stored.items():
+        target = targets[name]
+        if isinstance(target, Skipped):
+            report.skip(name, target.reason)
+        elif target is None or target.name not in destinations:
+            unknown.append(name)
+        else:
+            moves.append(_Move(name, tensor, target, destinations[target.name]))
+            report.add_scheme(target.name, moves[-1].kind, destinations[target.name].tensor.dtype)
+    if unknown:
+        raise ModelFileError(
+            f"{source.name}: the checkpoint holds tensors that {source.spec.architecture} has no place for: {_some(unknown)}"
+        )
+    claimed: dict[tuple[str, int | None, str | None], str] = {}
+    for move in moves:
+        _check(move, source)
+        for expert, segment in move.destination.pieces(move.target.segment, move.target.expert):
+            other = claimed.setdefault((move.target.name, expert, segment), move.name)
+            if other != move.name:
+                raise ModelFileError(
+                    f"{source.name}: {other} and {move.name} hold the same parameter; remove the file that is not part of the model"
+                )
+    absent = [(name, e, s) for name, d in destinations.items() for e, s in d.pieces() if (name, e, s) not in claimed]
+    if absent:
+        present = {NUMBER.sub(".#", name) for name in stored}
+        lacking = [names.spelling(name, segment, expert, present) for name, expert, segment in absent]
+        raise ModelFileError(f"{source.name}: the checkpoint lacks {_some(lacking)}; incomplete download? fetch it again")
+    return moves
+
+
+def _tie(targets: dict[str, Target | Skipped | None]) -> None:
+    """A tied head needs no tensor of its own. Files that hold the shared tensor under the head's name alone give it to the embedding."""
+    heads = [n for n, t in targets.items() if isinstance(t, Target) and t.name == "head.weight"]
+    embedded = any(isinstance(t, Target) and t.name == "embed.weight" for t in targets.values())
+    for name in heads:
+        targets[name] = Skipped("the head is tied to the embedding") if embedded else Target("embed.weight")
+
+
+def _check(move: _Move, source: ModelSource) -> None:
+    """Type and shape, from the headers."""
+    where = f"{move.stored.file}: {move.name}"
+    supported = gguf.SUPPORTED if isinstance(move.stored, GGUFTensor) else FLOATS
+    if move.kind not in supported:
+        raise ModelFileError(f"{where}: type {move.kind} is not supported; supported: {', '.join(supported)}")
+    try:
+        expected = move.destination.shape_of(move.target.segment, move.target.expert)
+    except ValueError as e:
+        raise ModelFileError(f"{where}: {e}") from None
+    found = move.stored.shape
+    if found == expected or (
+        math.prod(found) == math.prod(expected) and tuple(n for n in expected if n != 1) == tuple(n for n in found if n != 1)
+    ):
+        return
+    mend = "the config and the weights do not belong together"
+    if move.target.name in ("embed.weight", "head.weight") and len(found) == 2 and found[1:] == expected[1:]:
+        mend = f"set vocab_size to {found[0]}, or fetch the config that belongs to these weights (vocab_size is {source.spec.vocab_size})"
+    raise ModelFileError(f"{where}: shape {list(found)} where {list(expected)} is expected; {mend}")
+
+
+def _run(moves: list[_Move], spec: ModelSpec) -> None:
+    """Read, convert and write every tensor, a few at a time.
+
+    Each by one thread: torch's own threads, which meet after every small operation, make the default model's load 10 times slower on a
+    machine whose cores are busy (8 s instead of 0.8 s), and no faster on a quiet one.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ExitStack() as stack:
+            files = dict.fromkeys(m.stored.file for m in moves if isinstance(m.stored, StoredTensor))
+            opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
+            pool = stack.enter_context(ThreadPoolExecutor(min(threads, MOST_READERS), "load"))
+
+            def move_one(move: _Move) -> None:
+                stored = move.stored
+                if isinstance(stored, GGUFTensor):
+                    for part, value in _unpacked(move, stored):
+                        _write(part, value, spec)
+                else:
+                    _write(move, opened[stored.file].get_tensor(stored.name), spec)
+
+            for _ in pool.map(move_one, moves):
+                pass
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _unpacked(move: _Move, stored: GGUFTensor) -> Iterator[tuple[_Move, Tensor]]:
+    """A GGUF tensor in the parameter's dtype; stacked experts one by one."""
+    dtype = move.destination.tensor.dtype
+    if dtype == torch.float16:
+        dtype = torch.float32  # so that what does not fit is noticed
+    if len(stored.shape) < 3:
+        yield move, gguf.dequantize(stored.data, stored.type.name, stored.shape, dtype)
+        return
+    each = len(stored.data) // stored.shape[0]
+    for expert in range(stored.shape[0]):
+        one = replace(move, target=replace(move.target, expert=expert))
+        yield one, gguf.dequantize(stored.data[expert * each : (expert + 1) * each], stored.type.name, stored.shape[1:], dtype)
+
+
+def _write(move: _Move, value: Tensor, spec: ModelSpec) -> None:
+    target = move.target
+    if target.paired_heads:
+        value = _halves(value, spec.num_heads if target.segment == "q" else spec.num_kv_heads)
+    if move.destination.tensor.dtype == torch.float16 and value.dtype != torch.float16:
+        low, high = value.aminmax()
+        if not (low >= -LARGEST_FLOAT16 and high <= LARGEST_FLOAT16):
+            reached = max(abs(low.item()), abs(high.item()))
+            raise ModelFileError(
+                f"{move.stored.file}: {move.name}: values up to {reached:g} do not fit float16 (65504); use --dtype bfloat16 or float32"
+            )
+    move.destination.write(value.view(move.destination.shape_of(target.segment, target.expert)), target.segment, target.expert)
+
+
+def _halves(value: Tensor, heads: int) -> Tensor:
+    """Rows [2i, 2i+1] of each head, rotated as a pair, become rows [i, i + head_dim/2]."""
+    return value.view(heads, value.shape[0] // heads // 2, 2, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
+
+
+def _fill(destinations: Mapping[str, Destination], spec: ModelSpec, seed: int) -> None:
+    """Random weights of a fresh model's size, made on the device: norms pass values through, biases are 0."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, destination in destinations.items():
+        tensor = destination.tensor
+        if tensor.device.type == "meta":
+            continue
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0 - spec.norm_offset)
+        elif name.endswith(".bias"):
+            tensor.zero_()
+        else:
+            generator = generators.get(tensor.device)
+            if generator is None:
+                generator = generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
+            tensor.normal_(0.0, DUMMY_STD, generator=generator)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:SHOWN])
+    return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

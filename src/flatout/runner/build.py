@@ -1,0 +1,112 @@
+"""From a resolved Config to a warm Runner: decoder, weights, KV pool, warm-up, with the seconds of each phase.
+
+Runs once at start; nothing here is on the step path. Called by engine.py.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from flatout.attention.select import select_backend
+from flatout.config import Config, cache_dir
+from flatout.hardware import Hardware
+from flatout.kernels.op import choices
+from flatout.modelfile.sources import ModelSource
+from flatout.modelfile.spec import ModelSpec
+from flatout.models.decoder import Decoder
+from flatout.models.load import load_weights
+from flatout.request import Request, SamplingParams
+from flatout.runner.memory import size_pool
+from flatout.runner.runner import Runner
+from flatout.step import StepPlan
+
+
+@dataclass(slots=True)
+class Built:
+    runner: Runner
+    num_blocks: int
+    weight_bytes: int
+    lines: list[str]
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+
+
+def build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardware) -> Built:
+    """`spec` with its rope lengths fixed (ModelSpec.for_length). Raises ModelFileError or ConfigError."""
+    model, scheduler, block_size = config.model, config.scheduler, config.cache.block_size
+    assert model.max_model_len and scheduler.max_num_seqs and scheduler.max_num_batched_tokens and config.device.threads
+    device = torch.device(config.device.device)
+    dtype = getattr(torch, model.dtype)
+    torch.set_num_threads(config.device.threads)
+    torch.set_float32_matmul_precision("highest")  # float32 means float32: no TF32
+    choices.open(cache_dir() / f"choices-{hardware.fingerprint()}-torch{torch.__version__}.json")
+    seconds: dict[str, float] = {}
+    lap = time.perf_counter()
+
+    def phase(name: str) -> None:
+        nonlocal lap
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds[name] = time.perf_counter() - lap
+        lap = time.perf_counter()
+
+    decoder = Decoder(
+        spec,
+        dtype=dtype,
+        device=device,
+        max_tokens=scheduler.max_num_batched_tokens,
+        max_logits=scheduler.max_num_seqs,
+        max_model_len=model.max_model_len,
+    )
+    report = load_weights(decoder, source, seed=model.seed)
+    phase("weights")
+    backend = select_backend(config, spec)
+    max_blocks = -(-model.max_model_len // block_size)
+    runner = Runner(decoder, backend, max_slots=scheduler.max_num_seqs, max_blocks=max_blocks, block_size=block_size, device=device)
+    block_bytes = backend.kv_bytes_per_block(spec, block_size, dtype)
+
+    def rehearse() -> int:
+        decoder.bind(backend.allocate_kv(spec, 1, block_size, dtype, device))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        _warm_step(runner, rows=scheduler.max_num_seqs or 1, tokens=scheduler.max_num_batched_tokens or 1, logprobs=True)
+        return torch.cuda.max_memory_allocated() - before
+
+    pool = size_pool(config, spec, hardware, block_bytes, decoder.weight_bytes(), rehearse)
+    decoder.bind(backend.allocate_kv(spec, pool.num_blocks, block_size, dtype, device))
+    phase("KV pool")
+    for rows, tokens in _warm_ladder(device, scheduler.max_num_seqs, scheduler.max_num_batched_tokens):
+        _warm_step(runner, rows, tokens)
+    choices.save()
+    phase("warm-up")
+    return Built(runner, pool.num_blocks, decoder.weight_bytes(), [*report.lines(), pool.line], seconds)
+
+
+def _warm_ladder(device: torch.device, seqs: int, budget: int) -> list[tuple[int, int]]:
+    """(rows, tokens) of the steps rehearsed at start: what a first user meets. Each shape class's implementations are measured here, once."""
+    if device.type == "cuda":
+        return [(1, 1), (min(seqs, budget), budget), (1, 1)]
+    return [(1, 1), (1, min(64, budget))]
+
+
+def _warm_step(runner: Runner, rows: int, tokens: int, logprobs: bool = False) -> None:
+    """A step on block 0 with greedy and sampled rows; leaves nothing behind but warm code."""
+    params = [SamplingParams(temperature=0.0, logprobs=20 if logprobs else None), SamplingParams(temperature=1.0, top_p=0.9)]
+    requests = [Request("warm-up", [0], params[i % 2], seed=i, slot=i) for i in range(rows)]
+    counts = np.ones(rows, np.int32)
+    counts[0] = tokens - rows + 1
+    plan = StepPlan(
+        step=0,
+        slots=np.arange(rows, dtype=np.int32),
+        starts=np.zeros(rows, np.int32),
+        counts=counts,
+        token_ids=np.zeros(tokens, np.int32),
+        samples=np.ones(rows, bool),
+        out_positions=np.zeros(rows, np.int32),
+        requests=requests,
+        admitted=requests,
+    )
+    runner.launch(plan)()

@@ -1,0 +1,71 @@
+"""StepPlan + slots -> ForwardBatch: numpy on the host, one staging copy to the device, no host sync.
+
+Decides nothing. Called by runner.py once a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatout.batch import ForwardBatch, HostBatch
+from flatout.runner.slots import Slots, to_device
+from flatout.step import FROM_DEVICE, StepPlan
+
+
+@dataclass(slots=True)
+class Inputs:
+    batch: ForwardBatch
+    host: HostBatch
+    sampled_slots: np.ndarray  # int32 [S] slots of the rows that yield a token
+    sampled_positions: np.ndarray  # int32 [S] output index of each of those tokens
+    sampled_slots_device: Tensor  # int64 [S]
+
+
+def build_inputs(plan: StepPlan, slots: Slots, block_size: int, groups: int) -> Inputs:
+    """`groups`: number of cache groups; all of them share one table so far."""
+    counts = plan.counts.astype(np.int64)
+    rows, tokens = len(counts), plan.num_tokens
+    ends = np.cumsum(counts)
+    row_of_token = np.repeat(np.arange(rows), counts)
+    positions = np.arange(tokens) - np.repeat(ends - counts, counts) + np.repeat(plan.starts.astype(np.int64), counts)
+    slot_of_token = plan.slots[row_of_token]
+    kv_slots = slots.host_tables[slot_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    kv_lens = plan.starts.astype(np.int64) + counts
+    sampled = np.flatnonzero(plan.samples)
+    late = np.flatnonzero(plan.token_ids == FROM_DEVICE)
+
+    # everything int64 travels as one array
+    parts = [
+        np.where(plan.token_ids == FROM_DEVICE, 0, plan.token_ids),
+        positions,
+        kv_slots,
+        np.concatenate([[0], ends]),
+        kv_lens,
+        plan.slots,
+        ends[sampled] - 1,
+        plan.slots[sampled],
+        late,
+        slot_of_token[late],
+    ]
+    staged = to_device(np.concatenate(parts, dtype=np.int64), slots.device)
+    token_ids, position, kv_slot, q_starts, kv_len, row_slots, sample_rows, sampled_slots, late_at, late_slots = staged.split([len(p) for p in parts])
+    if len(late):
+        token_ids[late_at] = slots.last_ids[late_slots]
+
+    width = -(-int(kv_lens.max()) // block_size)
+    tables = slots.tables[:, :width].index_select(0, row_slots)
+    batch = ForwardBatch(
+        tokens=token_ids,
+        positions=position,
+        q_starts=q_starts.to(torch.int32),
+        kv_lens=kv_len.to(torch.int32),
+        block_tables=(tables,) * groups,
+        kv_slots=(kv_slot,) * groups,
+        sample_rows=sample_rows,
+    )
+    host = HostBatch(q_lens=plan.counts, kv_lens=kv_lens.astype(np.int32), block_tables=(slots.host_tables[plan.slots, :width],) * groups)
+    return Inputs(batch, host, plan.slots[sampled], plan.out_positions[sampled], sampled_slots)

@@ -1,0 +1,152 @@
+"""Runner: executes a StepPlan and hands back a StepResult. Gather, forward, sample; be paranoid about adding lines here.
+
+On CUDA launch() returns when the work is queued; on the CPU one compute thread takes plans in order. Either way the engine plans the
+next step meanwhile, and the two devices look alike to it. Knows no policy and no text. Called by engine.py; built by build.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatout.attention.backend import AttentionBackend
+from flatout.models.decoder import Decoder
+from flatout.runner.graphs import Executor
+from flatout.runner.inputs import build_inputs
+from flatout.runner.sampler import Logprobs, Sampler
+from flatout.runner.slots import Slots, to_device
+from flatout.step import LogprobRows, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class Timed:
+    """A result with what it cost, in seconds."""
+
+    result: StepResult
+    inputs_s: float
+    launch_s: float
+    device_s: float
+
+
+Handle = Callable[[], Timed]  # blocks until the step is done
+
+
+class Runner:
+    def __init__(self, decoder: Decoder, backend: AttentionBackend, *, max_slots: int, max_blocks: int, block_size: int, device: torch.device):
+        self.decoder = decoder
+        self.device = device
+        self.block_size = block_size
+        self.groups = len(decoder.spec.cache_groups())
+        self.slots = Slots(max_slots, max_blocks, device)
+        self.sampler = Sampler(decoder.spec.vocab_size, max_slots, device)
+        self.executor = Executor(decoder, backend)
+        self.prompts: dict[int, tuple[np.ndarray, int]] = {}  # slot -> (prompt ids, alternatives) of requests that want prompt logprobs
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute") if device.type == "cpu" else None
+
+    def launch(self, plan: StepPlan) -> Handle:
+        """Start a step. Plans run in the order they are launched."""
+        if self._thread is not None:
+            future: Future[Timed] = self._thread.submit(self._run_on_cpu, plan)
+            return future.result
+        return self._launch_on_cuda(plan)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _run_on_cpu(self, plan: StepPlan) -> Timed:
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            output, inputs_s = self._execute(plan)
+        result = output.to_result()
+        return Timed(result, inputs_s, 0.0, time.perf_counter() - begin)
+
+    def _launch_on_cuda(self, plan: StepPlan) -> Handle:
+        begin = time.perf_counter()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        with torch.inference_mode():
+            output, inputs_s = self._execute(plan)
+            output = output.map(lambda t: t.to("cpu", non_blocking=True))
+        end.record()
+        launch_s = time.perf_counter() - begin - inputs_s
+
+        def wait() -> Timed:
+            end.synchronize()
+            return Timed(output.to_result(), inputs_s, launch_s, start.elapsed_time(end) / 1e3)
+
+        return wait
+
+    def _execute(self, plan: StepPlan) -> tuple[_StepOutput, float]:
+        begin = time.perf_counter()
+        for request in plan.admitted:
+            self.sampler.admit(request.slot, request)
+            self.prompts.pop(request.slot, None)
+            if request.params.prompt_logprobs is not None:
+                self.prompts[request.slot] = (np.asarray(request.prompt_ids, np.int64), request.params.prompt_logprobs)
+        self.slots.apply(plan)
+        inputs = build_inputs(plan, self.slots, self.block_size, self.groups)
+        inputs_s = time.perf_counter() - begin
+
+        hidden = self.executor.forward(inputs.batch, inputs.host)
+        output = _StepOutput(None, None, {})
+        if len(inputs.sampled_slots):
+            logits = self.decoder.logits(hidden, inputs.batch.sample_rows)
+            sampled = self.sampler.sample(logits, inputs.sampled_slots, inputs.sampled_positions)
+            self.slots.remember(inputs.sampled_slots_device, sampled.ids)
+            output = _StepOutput(sampled.ids, sampled.logprobs, {})
+        if self.prompts:
+            self._prompt_logprobs(plan, hidden, output)
+        return output, inputs_s
+
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor, output: _StepOutput) -> None:
+        """Logits of prompt positions, a slice at a time so that nothing grows with the prompt."""
+        begin = 0
+        for row, (slot, start, count) in enumerate(zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist())):
+            prompt, top = self.prompts.get(slot, (None, 0))
+            if prompt is not None and start < len(prompt) - 1:
+                targets = prompt[start + 1 : start + count + 1]
+                pieces = []
+                for low in range(0, len(targets), self.decoder.max_logits):
+                    piece = targets[low : low + self.decoder.max_logits]
+                    rows = torch.arange(begin + low, begin + low + len(piece), device=self.device)
+                    pieces.append(self.sampler.prompt_logprobs(self.decoder.logits(hidden, rows), to_device(piece, self.device), top))
+                output.prompts[row] = pieces
+            begin += count
+
+
+@dataclass(slots=True)
+class _StepOutput:
+    """Device tensors on their way to a StepResult."""
+
+    ids: Tensor | None
+    logprobs: Logprobs | None
+    prompts: dict[int, list[Logprobs]]
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> _StepOutput:
+        return _StepOutput(
+            None if self.ids is None else move(self.ids),
+            self.logprobs and self.logprobs.map(move),
+            {row: [piece.map(move) for piece in pieces] for row, pieces in self.prompts.items()},
+        )
+
+    def to_result(self) -> StepResult:
+        """Only once the tensors are on the host and filled."""
+        return StepResult(
+            token_ids=np.empty(0, np.int64) if self.ids is None else self.ids.numpy(),
+            logprobs=None if self.logprobs is None else _rows([self.logprobs]),
+            prompt_logprobs={row: _rows(pieces) for row, pieces in self.prompts.items()},
+        )
+
+
+def _rows(pieces: list[Logprobs]) -> LogprobRows:
+    def join(name: str) -> np.ndarray:
+        return np.concatenate([getattr(p, name).numpy() for p in pieces])
+
+    return LogprobRows(join("chosen"), join("ranks"), join("top_ids"), join("top_logprobs"))

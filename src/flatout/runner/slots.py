@@ -1,0 +1,45 @@
+"""Slots: one permanent row per live request, on the device; diffs are staged on the host and applied in one go.
+
+Holds what a step needs of the past without asking the host: the last sampled id and the block table. Sampling state is the
+sampler's. Called by runner.py and inputs.py; knows nothing of requests' text, order or policy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flatout.step import StepPlan
+
+
+class Slots:
+    """`tables` int32 [slots, max_blocks] (host twin: `host_tables`), `last_ids` int64 [slots]."""
+
+    def __init__(self, max_slots: int, max_blocks: int, device: torch.device):
+        self.device = device
+        self.last_ids = torch.zeros(max_slots, dtype=torch.int64, device=device)
+        self.host_tables = np.zeros((max_slots, max_blocks), np.int32)
+        # on the CPU the twin is the table itself
+        self.tables = torch.from_numpy(self.host_tables) if device.type == "cpu" else torch.zeros(max_slots, max_blocks, dtype=torch.int32, device=device)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Write the plan's newly given blocks into the tables."""
+        if len(plan.block_ids) == 0:
+            return
+        self.host_tables[plan.block_slots, plan.block_columns] = plan.block_ids
+        if self.device.type != "cpu":
+            diff = to_device(np.stack([plan.block_slots, plan.block_columns, plan.block_ids]).astype(np.int64), self.device)
+            self.tables.index_put_((diff[0], diff[1]), diff[2].to(torch.int32))
+
+    def remember(self, slots: Tensor, ids: Tensor) -> None:
+        """Keep the ids just sampled, for the next step's inputs."""
+        self.last_ids.index_copy_(0, slots, ids)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A host array on the device without a sync: through pinned memory, whose reuse torch orders behind the copy."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,229 @@
+"""The front's view of its engines: a served model with its text tools, and the requests in flight to it.
+
+A Flight is one HTTP request's sequences between admission and last token. Tokens become text here as they arrive, so a stop string ends its
+sequence at once; what the client has not fetched yet merges into one piece per choice, bounded by the request's own tokens.
+Lives on the event loop. Called by openai.py and app.py; launch.py makes the table and reports processes that died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+
+from flatout.request import FinishReason, ModelFacts, Output, PositionLogprobs, Request
+from flatout.server.mailbox import Abort, Add, Alive, Down, EngineGone, Failed, FrontMailbox, Outputs, Ready, Refused, Up
+from flatout.server.protocol import ApiError
+from flatout.server.replies import PromptTokensDetails, Usage
+from flatout.text.chat import ChatTemplate
+from flatout.text.sequence import SequenceText
+from flatout.text.tokenizer import Tokenizer
+
+STALL_SECONDS = 60.0  # an engine silent for longer is reported as down; a step of a large prefill on a CPU may take tens of seconds
+
+
+class ClientGone(Exception):
+    """The client hung up; nobody waits for this request any more."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one choice got since its last piece. The whole choice, when nothing was taken before its end."""
+
+    choice: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class Sequence:
+    """One choice of a flight."""
+
+    def __init__(self, choice: int, request: Request, tokenizer: Tokenizer | None):
+        self.choice, self.request = choice, request
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._text = SequenceText(tokenizer, request.params, request.prompt_ids) if tokenizer else None
+        self._piece: Piece | None = None
+
+    def push(self, output: Output) -> None:
+        """Take a step's output. Ids behind a stop string are dropped."""
+        text, ids, reason, stop_reason = "", output.token_ids, output.finish_reason, output.stop_reason
+        if self._text is not None:
+            delta = self._text.push(ids, reason)
+            text, ids, reason = delta.text, delta.token_ids, delta.finish_reason
+            stop_reason = delta.stop_reason if delta.stop_reason is not None else stop_reason
+        self.completion_tokens += len(ids)
+        self.cached_tokens = output.cached_tokens
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        piece = self._piece = self._piece or Piece(self.choice)
+        piece.text += text
+        piece.token_ids += ids
+        piece.logprobs += (output.logprobs or [])[: len(ids)]
+        piece.prompt_logprobs = output.prompt_logprobs or piece.prompt_logprobs
+        piece.finish_reason, piece.stop_reason = reason, stop_reason
+
+    def take(self) -> Piece | None:
+        piece, self._piece = self._piece, None
+        return piece
+
+
+class Flight:
+    """Made by ServedModel.launch(); close() it in any case: that ends what still runs."""
+
+    def __init__(self, model: ServedModel, prompts: list[list[Request]]):
+        """`prompts`: the sequences of each prompt; choice = prompt x n + sample."""
+        self.prompts = prompts
+        requests = [request for sequences in prompts for request in sequences]
+        self.sequences = {request.key: Sequence(choice, request, model.tokenizer) for choice, request in enumerate(requests)}
+        self._model = model
+        self._error: ApiError | ClientGone | None = None
+        self._wake = asyncio.Event()
+
+    @property
+    def done(self) -> bool:
+        """Every choice has ended; pieces may wait to be taken."""
+        return all(s.finish_reason is not None for s in self.sequences.values())
+
+    async def take(self, whole: bool = False) -> list[Piece]:
+        """What has come, at least one piece, in order of choice; `whole`: everything, at the end.
+
+        Raises ApiError when the flight failed, ClientGone after hang_up().
+        """
+        while self._error is None:
+            if not whole or self.done:
+                pieces = [piece for sequence in self.sequences.values() if (piece := sequence.take()) is not None]
+                if pieces:
+                    return pieces
+            self._wake.clear()
+            await self._wake.wait()
+        raise self._error
+
+    def push(self, output: Output) -> None:
+        sequence = self.sequences[output.id, output.index]
+        if sequence.finish_reason is not None:
+            return  # made by the step that ran while a stop string was found
+        if output.finish_reason == FinishReason.ERROR:
+            self.fail(ApiError.internal(output.error))
+        elif output.finish_reason == FinishReason.ABORT:
+            self.fail(ApiError.unavailable("the engine dropped the request"))
+        else:
+            sequence.push(output)
+            if sequence.finish_reason is not None and output.finish_reason is None:
+                self._model.send(Abort(output.id, output.index, sequence.finish_reason, str(sequence.stop_reason)))
+            self._wake.set()
+
+    def fail(self, error: ApiError | ClientGone) -> None:
+        self._error = self._error or error
+        self._wake.set()
+
+    def hang_up(self) -> None:
+        """The client went away: end it all now."""
+        self.fail(ClientGone())
+        self.close()
+
+    def close(self) -> None:
+        """Take nothing more; end in the engine what still runs. A second call does nothing."""
+        self._model.forget(self)
+
+    def usage(self) -> Usage:
+        """Tokens so far; final once done."""
+        prompt = sum(len(requests[0].prompt_ids) for requests in self.prompts)
+        completion = sum(s.completion_tokens for s in self.sequences.values())
+        cached = sum(self.sequences[requests[0].key].cached_tokens for requests in self.prompts)
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+
+class ServedModel:
+    """One model as clients see it: its name, text tools, facts, and the engine process behind it."""
+
+    def __init__(self, name: str, key: str, mailbox: FrontMailbox):
+        self.name, self.key = name, key
+        self.created = int(time.time())
+        self.tokenizer: Tokenizer | None = None
+        self.template: ChatTemplate | None = None
+        self.facts: ModelFacts | None = None
+        self.start_lines: list[str] = []
+        self.settled = asyncio.Event()  # the engine is ready, or down
+        self._mailbox = mailbox
+        self._trouble: str | None = "the model is loading"
+        self._down = False
+        self._heard = time.monotonic()
+        self._flights: dict[str, Flight] = {}  # by the engine's request id: one for each prompt
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the engine can't be used just now; None when it can."""
+        silent = time.monotonic() - self._heard
+        if self._trouble is None and silent > STALL_SECONDS:
+            return f"the engine has been silent for {silent:.0f} s"
+        return self._trouble
+
+    def open(self) -> None:
+        """Engine and text tools are here: requests may come."""
+        if not self._down:
+            self._trouble = None
+
+    def launch(self, prompts: list[list[Request]]) -> Flight:
+        """Send the sequences of each prompt to the engine. Raises ApiError 503 when it can't be used."""
+        if self._trouble is not None:
+            raise ApiError.unavailable(self._trouble)
+        flight = Flight(self, prompts)
+        for requests in prompts:
+            self._flights[requests[0].id] = flight
+            self.send(Add(requests))
+        return flight
+
+    def forget(self, flight: Flight) -> None:
+        for requests in flight.prompts:
+            id = requests[0].id
+            if self._flights.pop(id, None) and any(flight.sequences[r.key].finish_reason is None for r in requests):
+                self.send(Abort(id))
+
+    def send(self, message: Down) -> None:
+        """To a dead engine: lost, as its requests are; down() tells everybody when the process's end is noticed."""
+        with contextlib.suppress(EngineGone):
+            self._mailbox.send(self.key, message)
+
+    def deliver(self, message: Up) -> None:
+        """A message from the engine."""
+        self._heard = time.monotonic()
+        match message:
+            case Outputs(outputs):
+                for output in outputs:
+                    if (flight := self._flights.get(output.id)) is not None:
+                        self._push(flight, output)
+            case Refused(id, name, text):
+                if (flight := self._flights.get(id)) is not None:
+                    flight.fail(ApiError(400, text, param=name, code="invalid_value"))
+            case Ready(facts, lines):
+                self.facts, self.start_lines = facts, lines
+                self.settled.set()
+            case Failed(text):
+                self.down(text)
+            case Alive():
+                pass
+
+    def down(self, reason: str) -> None:
+        """The engine cannot go on: say why to everyone who waits and to all who come. The first reason stays."""
+        if self._down:
+            return
+        self._down, self._trouble = True, reason
+        for flight in set(self._flights.values()):
+            flight.fail(ApiError.unavailable(reason))
+        self.settled.set()
+
+    def _push(self, flight: Flight, output: Output) -> None:
+        try:
+            flight.push(output)
+        except Exception as error:  # a fault in one request's text must not stop the others' deliveries
+            traceback.print_exc(file=sys.stderr)
+            flight.fail(ApiError.internal(f"{type(error).__name__}: {error}"))

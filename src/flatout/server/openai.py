@@ -1,0 +1,368 @@
+"""The OpenAI routes: a body becomes an Order of engine requests, a Flight's pieces become reply objects, whole or as a stream.
+
+Orders are made in a worker thread (parsing, template, tokenising); answers on the event loop. Field rules are protocol.py's, shapes are
+replies.py's. Called by app.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from flatout import __version__
+from flatout.config import Config
+from flatout.request import MAX_LOGPROBS, ModelFacts, PositionLogprobs, Request, RequestError, SamplingParams
+from flatout.server.engines import ClientGone, Flight, Piece, ServedModel
+from flatout.server.logprobs import CompletionLogprobsMaker, chat_logprobs, prompt_logprobs
+from flatout.server.protocol import SAMPLING_FIELDS, ApiError, Body, ChatBody, CompletionBody, parse, prompts_of
+from flatout.server.replies import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    Message,
+    PromptLogprobs,
+    Usage,
+    encode,
+)
+from flatout.server.sse import DONE, EventStream, event
+from flatout.text.prepare import default_params, prepare
+from flatout.text.tokenizer import Tokenizer
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default on /v1/completions; a chat may use the whole context
+FINGERPRINT = f"flatout-{__version__}"
+
+
+def find(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
+    """The model of that name; without a name, the only one. Raises ApiError 404."""
+    if name is None and len(models) == 1:
+        return next(iter(models.values()))
+    if name not in models:
+        message = f"model {name!r} does not exist; this server has {', '.join(models)}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return models[name]
+
+
+# -- orders: in a worker thread -------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Order:
+    """A body, judged and tokenised."""
+
+    model: ServedModel
+    body: CompletionBody | ChatBody
+    prompts: list[list[Request]]  # the n sequences of each
+    shown: list[str] = field(default_factory=list)  # what echo puts before each prompt's choices
+
+
+def completion_order(models: Mapping[str, ServedModel], config: Config, raw: bytes) -> Order:
+    """Raises ApiError and RequestError naming the field; one bad prompt refuses the whole request."""
+    body = parse(raw, CompletionBody)
+    model, facts = _open(models, body.model)
+    echo_logprobs = body.logprobs if body.echo else None
+    if echo_logprobs is not None and body.prompt_logprobs is not None:
+        echo_logprobs = max(echo_logprobs, body.prompt_logprobs)
+    changes = {} if echo_logprobs is None else {"prompt_logprobs": echo_logprobs}
+    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = _params(body, facts, max_tokens=max_tokens, logprobs=body.logprobs, **changes)
+    order = Order(model, body, [])
+    for prompt in prompts_of(body.prompt):
+        order.prompts.append(_sequences(order, config, prompt, params, body.add_special_tokens is not False))
+        if body.echo:
+            order.shown.append(prompt if isinstance(prompt, str) else _decode(model.tokenizer, prompt))
+    return order
+
+
+def chat_order(models: Mapping[str, ServedModel], config: Config, raw: bytes) -> Order:
+    """Raises ApiError and RequestError naming the field; the template's own words where it refuses the messages."""
+    body = parse(raw, ChatBody)
+    model, facts = _open(models, body.model)
+    if body.max_completion_tokens is not None and body.max_tokens not in (None, body.max_completion_tokens):
+        raise RequestError("max_tokens", "is the older name of max_completion_tokens; give one of them")
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise RequestError("top_logprobs", "needs logprobs: true")
+        if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+            raise RequestError("top_logprobs", f"must be at least 0 and at most {MAX_LOGPROBS}, got {body.top_logprobs}")
+    proceed = bool(body.continue_final_message)
+    if body.echo and not proceed:
+        raise RequestError("echo", "on this route shows the message that is continued: it needs continue_final_message: true")
+    if proceed and body.add_generation_prompt:
+        raise RequestError("add_generation_prompt", "can't be true together with continue_final_message")
+    if model.tokenizer is None or model.template is None:
+        raise RequestError("messages", f"{model.name} was loaded without a tokenizer: only /v1/completions with token ids works")
+    params = _params(
+        body,
+        facts,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    ids = model.template.encode(
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=proceed,
+        **_template_arguments(body.chat_template_kwargs or {}),
+    )
+    order = Order(model, body, [], [_text_of(body.messages[-1])] if body.echo else [])
+    order.prompts.append(_sequences(order, config, ids, params))
+    return order
+
+
+def _template_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message"):
+        if name in arguments:
+            raise RequestError("chat_template_kwargs", f"{name!r} is no argument of the template's own; it has its field in the request")
+    return arguments
+
+
+def _open(models: Mapping[str, ServedModel], name: str | None) -> tuple[ServedModel, ModelFacts]:
+    model = find(models, name)
+    if model.trouble is not None or model.facts is None:
+        raise ApiError.unavailable(model.trouble or "the model is loading")
+    return model, model.facts
+
+
+def _params(body: Body, facts: ModelFacts, **given: Any) -> SamplingParams:
+    """The body's fields over the model's own defaults."""
+    fields = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    return default_params(facts, **{**fields, **given})
+
+
+def _sequences(order: Order, config: Config, prompt: str | list[int], params: SamplingParams, special: bool = False) -> list[Request]:
+    body, model = order.body, order.model
+    if body.priority and config.scheduler.scheduling_policy != "priority":
+        raise RequestError("priority", "has no effect unless the server runs with --scheduling-policy priority")
+    assert model.facts is not None
+    if isinstance(prompt, str) and not special and model.tokenizer is not None:
+        prompt = model.tokenizer.encode(prompt, add_special_tokens=False)
+    return prepare(
+        secrets.token_hex(12),
+        prompt,
+        params,
+        model.tokenizer,
+        model.facts,
+        arrival=time.monotonic(),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def _decode(tokenizer: Tokenizer | None, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False) if tokenizer else ""
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+# -- answers: on the event loop -------------------------------------------------------------------------------------------
+
+
+async def answer(request: HttpRequest, order: Order) -> Response:
+    """Run the order. Errors before the first token are HTTP errors, in a stream too; later ones are an event in it."""
+    flight = order.model.launch(order.prompts)
+    watch = asyncio.create_task(_watch(request, flight))
+
+    def close() -> None:
+        watch.cancel()
+        flight.close()
+
+    reply = ChatReply(order) if isinstance(order.body, ChatBody) else CompletionReply(order)
+    try:
+        pieces = await flight.take(whole=not order.body.stream)
+        if order.body.stream:
+            return EventStream(_events(reply, flight, pieces), close)
+    except BaseException:
+        close()
+        raise
+    close()
+    return Response(encode(reply.whole(pieces, flight.usage())), media_type="application/json")
+
+
+async def _watch(request: HttpRequest, flight: Flight) -> None:
+    """End the flight when its client hangs up, whatever it waits for."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    flight.hang_up()
+
+
+async def _events(reply: Reply, flight: Flight, pieces: list[Piece]) -> AsyncIterator[bytes]:
+    with contextlib.suppress(ClientGone):
+        try:
+            while True:
+                last = flight.done  # read before anything is awaited: then `pieces` hold the end
+                if chunks := b"".join(event(encode(chunk)) for piece in pieces for chunk in reply.chunks(piece)):
+                    yield chunks
+                if last:
+                    break
+                pieces = await flight.take()
+        except ApiError as error:
+            yield event(encode(error.body()))
+            return
+        if reply.includes_usage:
+            yield event(encode(reply.usage_chunk(flight.usage())))
+        yield DONE
+
+
+class Reply:
+    """What both routes' replies share: the head of each object, and what was asked to be in it."""
+
+    prefix = ""
+
+    def __init__(self, order: Order):
+        self.order = order
+        self.tokenizer = order.model.tokenizer
+        self.n = len(order.prompts[0])
+        self.head: dict[str, Any] = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": order.model.name,
+            "system_fingerprint": FINGERPRINT,
+        }
+        options = order.body.stream_options
+        self.includes_usage = bool(options and options.include_usage)
+        self.no_usage = None if self.includes_usage else UNSET  # of the chunks before the last
+        self._begun: set[int] = set()
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> Struct:
+        """The reply to a request without stream."""
+        raise NotImplementedError
+
+    def chunks(self, piece: Piece) -> list[Struct]:
+        """The stream's chunks for a piece; none when nothing in it shows."""
+        raise NotImplementedError
+
+    def usage_chunk(self, usage: Usage) -> Struct:
+        raise NotImplementedError
+
+    def request_of(self, piece: Piece) -> Request:
+        return self.order.prompts[piece.choice // self.n][piece.choice % self.n]
+
+    def ids(self, ids: list[int], shown: bool = True) -> list[int] | UnsetType:
+        return ids if self.order.body.return_token_ids and shown else UNSET
+
+    def prompt_logprobs(self, positions: list[PositionLogprobs | None] | None) -> PromptLogprobs | UnsetType:
+        count = self.order.body.prompt_logprobs
+        return UNSET if count is None or positions is None else prompt_logprobs(self.tokenizer, count, positions)
+
+    def begins(self, piece: Piece) -> bool:
+        """Whether it is its choice's first."""
+        first = piece.choice not in self._begun
+        self._begun.add(piece.choice)
+        return first
+
+
+class CompletionReply(Reply):
+    prefix = "cmpl"
+
+    def __init__(self, order: Order):
+        super().__init__(order)
+        self._logprobs: dict[int, CompletionLogprobsMaker] = {}  # by choice
+        self._of_prompt: dict[int, list[PositionLogprobs | None]] = {}  # by prompt; they come with its first sample
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> Completion:
+        return self._object([self._choice(piece) for piece in pieces], usage)
+
+    def chunks(self, piece: Piece) -> list[Struct]:
+        choice = self._choice(piece)
+        shows = choice.text or choice.finish_reason or choice.logprobs or choice.token_ids
+        return [self._object([choice], self.no_usage)] if shows else []
+
+    def usage_chunk(self, usage: Usage) -> Completion:
+        return self._object([], usage)
+
+    def _object(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(object="text_completion", choices=choices, usage=usage, **self.head)
+
+    def _choice(self, piece: Piece) -> CompletionChoice:
+        body, request, number = self.order.body, self.request_of(piece), piece.choice // self.n
+        first = self.begins(piece)
+        if piece.prompt_logprobs is not None:
+            self._of_prompt[number] = piece.prompt_logprobs
+        shown = self.order.shown[number] if body.echo and first else ""
+        logprobs = None
+        if body.logprobs is not None:
+            if first:
+                self._logprobs[piece.choice] = CompletionLogprobsMaker(self.tokenizer, request, shown, body.logprobs)
+            maker = self._logprobs[piece.choice]
+            if body.echo and first:
+                maker.add_prompt(self._of_prompt[number])
+            maker.add(piece.logprobs)
+            logprobs = maker.take()
+        return CompletionChoice(
+            index=piece.choice,
+            text=shown + piece.text,
+            logprobs=logprobs,
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+            token_ids=self.ids(piece.token_ids),
+            prompt_token_ids=self.ids(request.prompt_ids, first),
+            prompt_logprobs=self.prompt_logprobs(self._of_prompt.get(number)),
+        )
+
+
+class ChatReply(Reply):
+    prefix = "chatcmpl"
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                index=piece.choice,
+                message=Message(content=self._shown + piece.text),
+                logprobs=self._logprobs(piece),
+                finish_reason=piece.finish_reason,
+                stop_reason=piece.stop_reason,
+                token_ids=self.ids(piece.token_ids),
+            )
+            for piece in pieces
+        ]
+        return ChatCompletion(
+            object="chat.completion",
+            choices=choices,
+            usage=usage,
+            prompt_token_ids=self.ids(self.request_of(pieces[0]).prompt_ids),
+            prompt_logprobs=self.prompt_logprobs(pieces[0].prompt_logprobs),
+            **self.head,
+        )
+
+    def chunks(self, piece: Piece) -> list[Struct]:
+        chunks: list[Struct] = []
+        if self.begins(piece):
+            role = ChatChunkChoice(piece.choice, ChatDelta(role="assistant", content=self._shown), None, None)
+            chunks.append(self._chunk([role], self.no_usage, self.ids(self.request_of(piece).prompt_ids)))
+        logprobs, ids = self._logprobs(piece), self.ids(piece.token_ids)
+        if piece.text or piece.finish_reason or logprobs or ids:
+            delta = ChatDelta(content=piece.text) if piece.text else ChatDelta()
+            stop_reason = piece.stop_reason if piece.finish_reason else UNSET
+            chunks.append(
+                self._chunk([ChatChunkChoice(piece.choice, delta, logprobs, piece.finish_reason, stop_reason, ids)], self.no_usage)
+            )
+        return chunks
+
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        return self._chunk([], usage)
+
+    @property
+    def _shown(self) -> str:
+        return self.order.shown[0] if self.order.shown else ""
+
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        return chat_logprobs(self.tokenizer, self.request_of(piece), piece) if self.order.body.logprobs else None
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None, ids: list[int] | UnsetType = UNSET) -> ChatChunk:
+        return ChatChunk(object="chat.completion.chunk", choices=choices, usage=usage, prompt_token_ids=ids, **self.head)

@@ -1,0 +1,32 @@
+"""Shared by all tests: one BLAS thread per worker, a private measurement cache, the packaged default model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach a hub; those with a local one unset this themselves
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The default model's GGUF file, pulled into the user's cache once."""
+    from flatout.modelfile.sources import pull
+
+    return pull("smollm2")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped, and counted, where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,57 @@
+"""The packaged model reproduces the greedy ids that Transformers gave in float32; in bfloat16 within the rule of docs/glossary.md."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from conftest import DATA
+from forced import logits_of
+
+from flatout import LLM, SamplingParams
+
+GREEDY = json.loads((DATA / "smollm2_greedy.json").read_text())
+CASES = GREEDY["cases"] + GREEDY["cases_extra"]
+END = 2
+
+
+@pytest.fixture(scope="module")
+def llm(default_model):
+    with LLM("smollm2", dtype="float32", max_model_len=1024) as llm:
+        yield llm
+
+
+def test_fifteen_prompts():
+    assert len(CASES) == 15
+
+
+def test_float32_reproduces_the_reference_one_by_one(llm):
+    for case in CASES:
+        (result,) = llm.generate([case["prompt_ids"]], SamplingParams(temperature=0, max_tokens=64))
+        assert result.outputs[0].token_ids == case["greedy_ids"]
+
+
+def test_float32_reproduces_the_reference_in_one_batch(llm):
+    results = llm.generate([c["prompt_ids"] for c in CASES], SamplingParams(temperature=0, max_tokens=64))
+    assert [r.outputs[0].token_ids for r in results] == [c["greedy_ids"] for c in CASES]
+    assert [r.outputs[0].finish_reason for r in results] == ["stop" if c["greedy_ids"][-1] == END else "length" for c in CASES]
+
+
+def test_chat_gives_the_reference_prompt_and_text(llm):
+    for case in GREEDY["cases"]:
+        assert llm.chat_ids(case["messages"]) == case["prompt_ids"]
+        (result,) = llm.chat(case["messages"], SamplingParams(temperature=0, max_tokens=64))
+        assert result.outputs[0].text == case["text"].removesuffix("<|im_end|>")
+
+
+def test_bfloat16_teacher_forced(default_model):
+    options = {"max_model_len": 1024, "enable_prefix_caching": False}
+    with LLM("smollm2", dtype="float32", **options) as exact_llm, LLM("smollm2", dtype="bfloat16", **options) as rough_llm:
+        for case in CASES:
+            ids, first = case["prompt_ids"] + case["greedy_ids"][:-1], len(case["prompt_ids"]) - 1
+            exact, rough = logits_of(exact_llm, ids)[first:], logits_of(rough_llm, ids)[first:]
+            assert np.sqrt(np.mean((exact - rough) ** 2, axis=1)).max() < 0.6
+            top = np.sort(exact, axis=1)
+            sure = top[:, -1] - top[:, -2] >= 1
+            assert (exact.argmax(1) == rough.argmax(1))[sure].all()

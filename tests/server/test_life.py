@@ -1,0 +1,363 @@
+"""The processes: start, refusals to start, disconnects, slow readers, an engine that dies, idleness, the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from conftest import Served, command, wait_for
+
+Start = Callable[..., Served]
+LONG = {"prompt": "ABC", "max_tokens": 2000, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2000, "ignore_eos": True}
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# -- start --------------------------------------------------------------------------------------------------------------------
+
+
+def test_not_ready_while_loading(start: Start) -> None:
+    served = start(wait=False, engine="slow_start:SlowStart")
+    seen = []
+
+    def ready() -> bool:
+        try:
+            health = served.http.get("/health")
+        except httpx.TransportError:
+            return False
+        seen.append(health.status_code)
+        if health.status_code == 503:
+            assert health.json() == {"status": "unavailable", "reason": "the model is loading"}
+            for reply in (
+                served.post("completions", prompt="x"),
+                served.http.get("/v1/models"),
+                served.post("completions", prompt="x", stream=True),
+            ):
+                assert reply.status_code == 503 and reply.json()["error"]["message"] == "the model is loading"
+            assert "ready" not in served.log.read_text()
+        return health.status_code == 200
+
+    wait_for(ready, 20)
+    assert seen.count(503) > 3 and f"ready: script at http://127.0.0.1:{served.port}/v1" in served.log.read_text()
+    assert served.complete(max_tokens=1)["choices"][0]["text"] == "D"
+    assert served.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("config", "flatout: error: --dtype: the script says no; use --dtype auto"),
+        ("bug", "flatout: error: the engine failed: RuntimeError: the script broke in two lines"),
+        ("exit", "flatout: error: the engine process ended with exit code 7"),
+    ],
+)
+def test_an_engine_that_does_not_start(start: Start, kind: str, says: str) -> None:
+    served = start(wait=False, env={"SCRIPT_FAIL": kind})
+    assert served.process.wait(timeout=15) == 1
+    lines = served.log.read_text().splitlines()
+    assert lines[-1] == says
+    assert ("Traceback" in served.log.read_text()) == (kind == "bug")
+
+
+def test_a_class_that_is_not_there(start: Start) -> None:
+    served = start(wait=False, engine="no_such_module:Engine")
+    assert served.process.wait(timeout=15) == 1
+    assert served.log.read_text().splitlines()[-1].startswith("flatout: error: the engine failed: ModuleNotFoundError")
+
+
+def test_files_that_are_not_there(start: Start, tmp_path: Path) -> None:
+    served = start(wait=False, model=str(tmp_path / "nothing"))
+    assert served.process.wait(timeout=15) == 1
+    last = served.log.read_text().splitlines()[-1]
+    assert last.startswith("flatout: error:") and "nothing" in last
+    broken = tmp_path / "template.jinja"
+    broken.write_text("{% for x in %}")
+    served = start(wait=False, chat_template=str(broken))
+    assert served.process.wait(timeout=15) == 1
+    assert "chat template" in served.log.read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"host": "203.0.113.7"}, "this machine has no such address"),
+        ({"host": "no such host"}, "no such address"),
+        ({"port": 70000}, "--port 70000"),
+    ],
+)
+def test_addresses_that_cannot_be_had(model_folder: Path, options: dict[str, Any], says: str) -> None:
+    begin = time.monotonic()
+    done = subprocess.run(command({"model": str(model_folder)}, options, None), capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and says in done.stderr.splitlines()[-1]
+    assert time.monotonic() - begin < 3
+
+
+def test_b15_port_in_use(server: Served, model_folder: Path) -> None:
+    begin = time.monotonic()
+    done = subprocess.run(command({"model": "/nowhere"}, {"port": server.port}, None), capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and done.stderr.splitlines() == [
+        f"flatout: error: --host 127.0.0.1 --port {server.port}: it is in use; give another --port, or stop what holds it"
+    ]
+    assert time.monotonic() - begin < 3
+
+
+def test_another_interface(start: Start) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        served = start(wait=False, server={"host": "::1"})
+        wait_for(lambda: "ready" in served.log.read_text(), 20)
+        assert f"http://[::1]:{served.port}/v1" in served.log.read_text()
+        assert httpx.get(f"http://[::1]:{served.port}/health").status_code == 200
+        assert served.stop() == 0
+
+
+def test_the_socket_is_private(server: Served) -> None:
+    folders = [p for p in Path("/proc/net/unix").read_text().split() if p.endswith("/mailbox")]
+    assert folders
+    for mailbox in folders:
+        with contextlib.suppress(FileNotFoundError):
+            assert stat.S_IMODE(Path(mailbox).parent.stat().st_mode) == 0o700
+
+
+# -- disconnects --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("route", "body"), [("completions", LONG), ("chat/completions", CHAT), ("completions", {**LONG, "n": 4})])
+def test_b01_a_client_that_leaves(slow: Served, route: str, body: dict[str, Any], stream: bool) -> None:
+    slow.wait_idle(3)
+    raw = slow.connect({**body, "stream": stream}, route)
+    wait_for(lambda: slow.gauges()["running"] > 0, 2)
+    time.sleep(0.1)
+    raw.close()
+    slow.wait_idle(1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_b01_a_client_that_leaves_the_queue(slow: Served, stream: bool) -> None:
+    slow.wait_idle(3)
+    running = [slow.connect(LONG) for _ in range(2)]
+    wait_for(lambda: slow.gauges()["running"] == 2, 2)
+    queued = slow.connect({**LONG, "stream": stream})
+    wait_for(lambda: slow.gauges()["waiting"] == 1, 2)
+    queued.close()
+    wait_for(lambda: slow.gauges()["waiting"] == 0, 1)
+    assert slow.gauges()["running"] == 2
+    for raw in running:
+        raw.close()
+    slow.wait_idle(1)
+
+
+def test_b01_a_client_that_leaves_while_uploading(slow: Served) -> None:
+    raw = socket.create_connection(("127.0.0.1", slow.port))
+    raw.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{"prompt"')
+    time.sleep(0.1)
+    raw.close()
+    raw = socket.create_connection(("127.0.0.1", slow.port))
+    raw.sendall(b"POST /v1/completions HT")
+    raw.close()
+    slow.wait_idle(1)
+    assert slow.complete(max_tokens=1)["choices"][0]["text"] == "D"
+    assert slow.process.poll() is None and "Traceback" not in slow.log.read_text()
+
+
+def test_all_leave_at_once(slow: Served) -> None:
+    raws = [slow.connect({**LONG, "stream": i % 2 == 0}) for i in range(40)]
+    wait_for(lambda: slow.gauges()["waiting"] == 38, 3)
+    for raw in raws:
+        raw.close()
+    slow.wait_idle(2)
+
+
+def test_closing_the_clients_stream(slow: Served) -> None:
+    stream = slow.client.chat.completions.create(model="script", messages=CHAT["messages"], max_tokens=2000, stream=True)
+    next(iter(stream))
+    stream.close()
+    slow.wait_idle(1)
+
+
+# -- slow readers -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_reader_holds_back_only_itself(start: Start) -> None:
+    served = start(env={"SCRIPT_STEP_SECONDS": "0.0005"})
+    sleepers = []
+    for _ in range(4):
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that what is not read fills up soon
+        raw.connect(("127.0.0.1", served.port))
+        payload = json.dumps({**LONG, "max_tokens": 400, "stream": True, "n": 8, "logprobs": 20}).encode()
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload)
+        sleepers.append(raw)
+    wait_for(lambda: served.gauges()["running"] == 32, 3)
+    begin = time.monotonic()
+    assert served.complete(max_tokens=20)["usage"]["completion_tokens"] == 20
+    assert served.http.get("/health", timeout=1).status_code == 200
+    assert time.monotonic() - begin < 2
+    served.wait_idle(20)  # the engine is done with them although nobody has read
+    memory = int(
+        next(line for line in Path(f"/proc/{served.process.pid}/status").read_text().splitlines() if line.startswith("VmRSS")).split()[1]
+    )
+    assert memory < 300_000  # kB
+    for raw in sleepers[1:]:
+        raw.close()
+    data = bytearray()
+    while b"data: [DONE]" not in data[-100:]:
+        data += sleepers[0].recv(1 << 20)
+    body = b"".join(re.findall(rb"[0-9a-f]+\r\n(data: .*?\n\n)\r\n", data.split(b"\r\n\r\n", 1)[1], re.DOTALL)).decode()
+    choices = [c for e in body.split("\n\n") if e.startswith("data: {") for c in json.loads(e.removeprefix("data: "))["choices"]]
+    tokens = [sum(len(c["logprobs"]["tokens"]) for c in choices if c["index"] == i) for i in range(8)]
+    assert tokens == [400] * 8 and len(choices) < 8 * 400  # all of it came, much of it merged
+    sleepers[0].close()
+    assert served.complete(max_tokens=1)["choices"][0]["text"] == "D"
+    assert served.stop() == 0
+
+
+# -- the engine dies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["killed", "crashed"])
+def test_b05_a_dead_engine_is_told(start: Start, how: str) -> None:
+    served = start(env={"SCRIPT_STEP_SECONDS": "0.01"})
+    client = served.client
+    streams = [client.completions.create(model="script", prompt="ABC", max_tokens=2000, stream=True) for _ in range(3)]
+    for stream in streams:
+        next(iter(stream))
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(served.post, "completions", **LONG)
+        wait_for(lambda: served.gauges()["running"] == 4, 2)
+        if how == "killed":
+            os.kill(served.gauges()["pid"], signal.SIGKILL)
+        else:
+            pool.submit(served.post, "completions", prompt="x", seed=666)
+        says = {"killed": "SIGKILL", "crashed": "RuntimeError: the script crashed"}[how]
+        for stream in streams:
+            with pytest.raises(openai.APIError, match=says):
+                list(stream)
+        reply = waiting.result(timeout=5)
+    assert reply.status_code == 503 and says in reply.json()["error"]["message"]
+    health = served.http.get("/health")
+    assert health.status_code == 503 and says in health.json()["reason"]
+    for answer in (
+        served.http.get("/v1/models"),
+        served.post("completions", prompt="x"),
+        served.post("completions", prompt="x", stream=True),
+    ):
+        assert answer.status_code == 503
+    assert served.stop() == 0
+
+
+def test_a_silent_engine_is_not_healthy(start: Start, model_folder: Path) -> None:
+    served = start(env={"SCRIPT_STALL": "1.5"})
+    pid = served.gauges()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: served.http.get("/health").status_code == 503, 5)
+        assert "silent" in served.http.get("/health").json()["reason"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: served.http.get("/health").status_code == 200, 3)
+
+
+# -- the end ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stop(start: Start, number: int) -> None:
+    served = start(env={"SCRIPT_STEP_SECONDS": "0.01"})
+    engine = served.gauges()["pid"]
+    assert children(served.process.pid) == [engine]
+    client = served.client
+    short = client.completions.create(model="script", prompt="ABC", max_tokens=50, stream=True)
+    long = client.completions.create(model="script", prompt="ABC", max_tokens=2000, stream=True)
+    next(iter(short)), next(iter(long))
+    begin = time.monotonic()
+    served.process.send_signal(number)
+    assert sum(1 for _ in short) >= 45  # what can end within the grace does
+    with pytest.raises(openai.APIError, match="shutting down"):
+        list(long)
+    assert served.process.wait(timeout=5) == 0
+    wait_for(lambda: not alive(engine), 0.5)
+    assert time.monotonic() - begin < 5
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", served.port))
+
+
+def test_stop_while_loading_and_in_a_long_step(start: Start) -> None:
+    served = start(wait=False, engine="slow_start:SlowStart")
+    wait_for(lambda: len(children(served.process.pid)) == 1, 10)
+    time.sleep(0.5)
+    begin = time.monotonic()
+    assert served.stop() == 0
+    assert time.monotonic() - begin < 5
+    served = start()
+    raw = served.connect({**LONG, "seed": 668})
+    wait_for(lambda: served.gauges()["waiting"] == 1, 2)
+    begin = time.monotonic()
+    assert served.stop() == 0
+    assert time.monotonic() - begin < 5
+    raw.close()
+
+
+def test_b12_the_engine_dies_with_its_front(start: Start) -> None:
+    for busy in (False, True):
+        served = start(env={"SCRIPT_STEP_SECONDS": "0.01"})
+        raw = served.connect(LONG) if busy else None
+        engine = served.gauges()["pid"]
+        folders = {p for p in Path("/tmp").glob("flatout-*/mailbox")}
+        served.process.kill()
+        served.process.wait()
+        wait_for(lambda: not alive(engine), 2)  # noqa: B023
+        assert len({p for p in Path("/tmp").glob("flatout-*/mailbox")}) < max(len(folders), 1)
+        if raw:
+            raw.close()
+
+
+# -- idleness -----------------------------------------------------------------------------------------------------------------
+
+
+def test_idle_is_idle_and_wakes_at_once(server: Served) -> None:
+    server.wait_idle()
+    time.sleep(0.3)
+    pids = [server.process.pid, server.gauges()["pid"]]
+    before = sum(map(cpu_seconds, pids))
+    time.sleep(2)
+    assert sum(map(cpu_seconds, pids)) - before <= 0.04 + 0.01  # 2 % of a core each; the clock has 10 ms
+    times = []
+    for _ in range(5):
+        time.sleep(0.2)
+        begin = time.monotonic()
+        server.complete(max_tokens=1)
+        times.append(time.monotonic() - begin)
+    assert sorted(times)[2] < 0.02
