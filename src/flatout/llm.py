@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from flatout.config import Config
 from flatout.engine import Engine
@@ -133,7 +133,7 @@ class LLM:
 
         `use_tqdm` shows a progress bar on a terminal. All prompts are checked before any runs.
         """
-        several = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type]
+        several = _several(prompts)
         params = self._params_for(several, sampling_params)
         if priority is not None and len(priority) != len(several):
             raise RequestError("priority", f"{len(priority)} given for {len(several)} prompts")
@@ -152,19 +152,17 @@ class LLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several. template_options: add_generation_prompt, continue_final_message, tools, and the template's own."""
-        conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
-        ids = [self.chat_ids(conversation, **template_options) for conversation in conversations]  # type: ignore[arg-type]
+        conversations: list[Any] = [messages] if _is_conversation(messages) or not messages else list(messages)
+        ids = [self.chat_ids(conversation, **template_options) for conversation in conversations]
         return self.generate(ids, sampling_params, use_tqdm=use_tqdm)
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None, **template_options: Any
     ) -> Generator[StreamDelta, None, None]:
-        """Deltas of one request as they come (a list of messages is a chat). Closing the iterator aborts the request."""
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            prompt = self.chat_ids(prompt, **template_options)
-        requests = self._prepare(prompt, sampling_params or self.default_params())  # type: ignore[arg-type]
-        self._admit(requests)
-        return self._deltas_of(requests)
+        """Deltas of one request as they come (a list of messages is a chat). It is checked now, starts with the first delta asked for,
+        and is aborted when the iterator is closed."""
+        one: Any = self.chat_ids(prompt, **template_options) if _is_conversation(prompt) else prompt
+        return self._deltas_of(self._prepare(one, sampling_params or self.default_params()))
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._need_tokenizer().encode(text, add_special_tokens)
@@ -262,6 +260,7 @@ class LLM:
         id, unfinished = requests[0].id, len(requests)
         queue = self._deltas[id] = deque()
         try:
+            self._admit(requests)
             while unfinished:
                 while not queue:
                     self._step()
@@ -286,7 +285,7 @@ class LLM:
             request_id=first.request.id,
             prompt=prompt,
             prompt_token_ids=first.request.prompt_ids,
-            prompt_logprobs=None if prompt_logprobs is None else [p and self._alternatives(p) for p in prompt_logprobs],
+            prompt_logprobs=None if prompt_logprobs is None else [None if p is None else self._alternatives(p) for p in prompt_logprobs],
             outputs=[self._completion(live) for live in lives],
             cached_tokens=first.last.cached_tokens,
             miss_reason=first.last.miss_reason,
@@ -313,9 +312,14 @@ class LLM:
         return {i: Logprob(t.logprob, t.rank, self.tokenizer.token_text(i) if self.tokenizer else None) for i, t in tokens.items()}
 
 
-def _is_one(prompts: Any) -> bool:
-    """A single prompt: text, a mapping, or a list of ids."""
-    return isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _several(prompts: Any) -> list[Prompt]:
+    """A single prompt (text, a mapping, or a list of ids) as a list of one."""
+    one = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if one else list(prompts)
+
+
+def _is_conversation(prompt: Any) -> TypeGuard[Sequence[Message]]:
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], dict)
 
 
 class _progress:

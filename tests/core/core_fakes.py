@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from flatout.core.scheduler import Scheduler
 from flatout.request import FinishReason, Output, Request, SamplingParams, Status
 from flatout.step import FROM_DEVICE, LogprobRows, StepPlan, StepResult
@@ -22,7 +23,8 @@ _MASK = (1 << 61) - 1
 
 def chained(before: int, token: int) -> int:
     """What the KV of a position stands for: its token and all before it."""
-    return ((before ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x1234567) & _MASK
+    value = ((before ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x1234567) & _MASK
+    return value ^ (value >> 29)
 
 
 def contents(tokens: list[int]) -> list[int]:
@@ -34,7 +36,7 @@ def contents(tokens: list[int]) -> list[int]:
 
 
 def next_token(request: Request, content: int) -> int:
-    """The model and the sampler: as an end id may not come before min_tokens, the caller says so by the content it hands in."""
+    """The model and the sampler in one: a function of the seed, the sample's index and all tokens before."""
     return chained(content, request.seed * 64 + request.index + 1000) % VOCABULARY
 
 
@@ -233,7 +235,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, preempted: bool) -> None:
 def check(scheduler: Scheduler) -> None:
     """The books add up: references, free blocks, hashes, slots, and nothing is shared but equal prefixes."""
     pool, size = scheduler.blocks, scheduler.block_size
-    live = [l.request for group in scheduler._groups.values() for l in group.samples.values()]
+    live = [member.request for group in scheduler._groups.values() for member in group.samples.values()]
     held: Counter[int] = Counter()
     tenant: dict[int, tuple[int, list[int]]] = {}
     for r in live:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from core_fakes import Loop, request, scheduler
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.config import SchedulerConfig
 from flatout.core import stop
 from flatout.core.blocks import BlockPool
 from flatout.core.policy import POLICIES, Line
 from flatout.core.prefix import root, tokens_of
 from flatout.request import FinishReason
-from hypothesis import given
-from hypothesis import strategies as st
+from flatout.step import StepResult
 
 # -- blocks --------------------------------------------------------------------------------------------------------------
 
@@ -89,7 +93,7 @@ def test_a_longer_prompt_parts_where_the_best_match_was_computed_to():
     loop.scheduler.add([first])
     loop.run()
     history = first.prompt_ids + first.output_ids
-    assert ask(loop, "next", history + [1, 2, 3, 4, 5, 6]) == (12, "differs at token 14")
+    assert ask(loop, "next", [*history, 1, 2, 3, 4, 5, 6]) == (12, "differs at token 14")
 
 
 def test_two_equal_prompts_at_once_the_second_misses_what_is_in_flight():
@@ -152,9 +156,6 @@ def test_stop_rules(outputs, params, expected):
 
 def test_end_id_before_min_tokens_does_not_end_even_if_sampled():
     """The sampler masks it; should one come all the same, the request goes on."""
-    import numpy as np
-    from flatout.step import StepResult
-
     core = scheduler()
     r = request("r", [1, 2], ignore_eos=False, min_tokens=2, max_tokens=5)
     core.add([r])
@@ -189,6 +190,4 @@ def test_a_line_stays_sorted(items, rng):
 
 
 def test_every_policy_of_the_config_exists():
-    from flatout.config import SchedulerConfig
-
     assert SchedulerConfig.__dataclass_fields__["scheduling_policy"].metadata["choices"] == tuple(POLICIES)

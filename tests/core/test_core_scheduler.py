@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from core_fakes import EOS, TOP, Loop, check, contents, logprob, request, samples, scheduler, solo
+
 from flatout.request import FinishReason, RequestError, Status
 from flatout.step import FROM_DEVICE, StepResult
 
@@ -156,7 +157,7 @@ def test_chunked_prefill_off_admits_prompts_whole(ahead):
 def test_waiting_reasons_name_what_is_missing():
     loop = Loop(scheduler(max_num_batched_tokens=8, max_num_seqs=3), ahead=False)
     loop.scheduler.add(samples("group", prompt(10), 3))
-    add(loop, request("b", prompt(5, 2)), request("c", prompt(5, 3)))
+    add(loop, request("b", prompt(6, 2)), request("c", prompt(5, 3)))
     for _ in range(3):
         loop.step()
     assert [p.waiting for p in loop.plans] == [{"budget": 2, "siblings": 2}, {"budget": 1, "siblings": 2}, {"slots": 2}]
@@ -348,14 +349,14 @@ def test_A06_prompt_logprobs_never_come_from_the_cache():
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_prompt_logprobs_survive_preemption_once_each(ahead):
-    loop = Loop(scheduler(num_blocks=10, block_size=4, max_num_batched_tokens=6, max_num_seqs=3, max_model_len=40, policy="priority"), ahead)
+    loop = Loop(scheduler(num_blocks=15, block_size=2, max_num_batched_tokens=3, policy="priority"), ahead)
     r = request("r", prompt(25), max_tokens=4, prompt_logprobs=1, priority=1)
     add(loop, r)
     loop.step()
     loop.step()
-    add(loop, request("first", prompt(3, 5), max_tokens=30, priority=0))
+    add(loop, request("first", prompt(1, 5), max_tokens=20, priority=0))
     loop.run()
-    assert r.preemptions > 0
+    assert r.preemptions > 0 and sum(p.num_tokens for p in loop.plans if r in p.requests) > 30
     chain, got = contents(r.prompt_ids), loop.outputs["r", 0][0].prompt_logprobs
     assert [p.chosen.logprob for p in got[1:]] == [logprob(chain[i], r.prompt_ids[i + 1]) for i in range(24)]
 

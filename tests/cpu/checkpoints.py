@@ -32,7 +32,13 @@ BASE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
-GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 12, "tie_word_embeddings": True, "num_hidden_layers": 4}
+GEMMA: dict[str, Any] = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 12,
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 4,
+}
 # family -> (config class, settings beside BASE)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -48,11 +54,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", {**MOE, "head_dim": 16, "norm_topk_prob": True}),
     "phi3": ("Phi3Config", {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 4096, "sliding_window": 10}),
     "gemma2": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}),
-    "gemma3": ("Gemma3TextConfig", {**GEMMA, "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**GEMMA, "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1]}),
     "granite": (
         "GraniteConfig",
-        {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.7, "attention_bias": True},
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.7,
+            "attention_bias": True,
+        },
     ),
     "olmo2": ("Olmo2Config", {}),
 }

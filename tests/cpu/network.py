@@ -86,7 +86,9 @@ class Network:
         return np.concatenate(made)
 
 
-def build(spec: ModelSpec, *, max_model_len: int = 1024, dtype: torch.dtype = torch.float32, device: torch.device = CPU, max_tokens: int = 512) -> Decoder:
+def build(
+    spec: ModelSpec, *, max_model_len: int = 1024, dtype: torch.dtype = torch.float32, device: torch.device = CPU, max_tokens: int = 512
+) -> Decoder:
     spec = spec.for_length(max_model_len)
     return Decoder(spec, dtype=dtype, device=device, max_tokens=max_tokens, max_logits=64, max_model_len=max_model_len)
 

@@ -76,7 +76,7 @@ def test_windows_at_every_edge(folder, window):
         {"head_dim": 96},
         {"head_dim": 256},
         {"head_dim": 20},
-        {"head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 1},
+        {"hidden_size": 48, "head_dim": 20, "num_attention_heads": 3, "num_key_value_heads": 1},
     ),
     ids=str,
 )

@@ -16,7 +16,13 @@ from flatout.modelfile.spec import ModelFileError, RopeSpec
 
 TRAINED, LENGTH = 64, 512
 IDS = np.random.default_rng(1).integers(3, 256, 300).tolist()
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": TRAINED}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": TRAINED,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.0 + 1.5 * i for i in range(8)]}
 LONGROPE = {"rope_type": "longrope", "factor": 8.0, "original_max_position_embeddings": TRAINED, **FACTORS}
@@ -61,13 +67,24 @@ def test_kinds_beyond_the_trained_length(folder, kind):
 
 @pytest.mark.parametrize("max_model_len, chosen", ((TRAINED, "short_factor"), (TRAINED + 1, "long_factor")))
 def test_longrope_takes_its_factors_by_max_model_len(max_model_len, chosen):
-    rope = RopeSpec(base=10000.0, dim=16, kind="longrope", factor=8.0, original_max_position=TRAINED, length=max_model_len, **{k: tuple(v) for k, v in FACTORS.items()})
+    rope = RopeSpec(
+        base=10000.0,
+        dim=16,
+        kind="longrope",
+        factor=8.0,
+        original_max_position=TRAINED,
+        length=max_model_len,
+        **{k: tuple(v) for k, v in FACTORS.items()},
+    )
     expected = 1.0 / (torch.tensor(FACTORS[chosen]) * 10000.0 ** (torch.arange(0, 16, 2) / 16))
     torch.testing.assert_close(frequencies(rope)[0], expected)
 
 
 def test_dynamic_within_the_trained_length_is_plain():
-    plain, dynamic = (RopeSpec(base=10000.0, dim=16, kind=k, factor=4.0, original_max_position=TRAINED, length=TRAINED // 2) for k in ("default", "dynamic"))
+    plain, dynamic = (
+        RopeSpec(base=10000.0, dim=16, kind=k, factor=4.0, original_max_position=TRAINED, length=TRAINED // 2)
+        for k in ("default", "dynamic")
+    )
     torch.testing.assert_close(frequencies(plain)[0], frequencies(dynamic)[0])
 
 

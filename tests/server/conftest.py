@@ -131,7 +131,7 @@ class Served:
         return self.process.wait(timeout=10)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+def wait_for(condition: Callable[..., bool], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s"

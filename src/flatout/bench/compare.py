@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from flatout.llm import LLM
 
 
+WARM_TOKENS = 4
+PROMPT = 128  # tokens before a decode
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -48,16 +52,13 @@ class Comparison:
     case: Case
     ours: float  # median tok/s: decoded tokens, or prompt tokens for a prefill
     theirs: float
+    ratio: float  # median over the turns: what disturbs the machine for longer than a turn hits both sides
     agree: int  # leading greedy tokens of the first request that both engines chose
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.theirs
 
 
 def configure(parser: Parser) -> None:
     group = parser.add_argument_group("comparing")
-    parser.flag(group, "--new-tokens", type=int, metavar="N", default=64, help="tokens to decode after a prompt of 128 (default: 64)")
+    parser.flag(group, "--new-tokens", type=int, metavar="N", default=64, help=f"tokens to decode after a prompt of {PROMPT} (default: 64)")
     parser.flag(group, "--prefill", type=int, metavar="N", default=1024, help="length of the long prompt (default: 1024)")
     parser.flag(group, "--repeats", type=int, metavar="N", default=3, help="turns of each engine; medians are shown (default: 3)")
     parser.flag(group, "--check", action="store_true", default=False, help="exit with 1 unless every ratio is over 1")
@@ -72,8 +73,8 @@ def run(args: Namespace) -> int:
         if getattr(args, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}: must be at least {least}, got {getattr(args, name)}")
     cases = [
-        Case("decode, batch 1", 1, 128, args.new_tokens),
-        Case("decode, batch 8", 8, 128, args.new_tokens),
+        Case("decode, batch 1", 1, PROMPT, args.new_tokens),
+        Case("decode, batch 8", 8, PROMPT, args.new_tokens),
         Case(f"prefill {args.prefill}", 1, args.prefill, 1),
     ]
     with open_llm(config_options(args), args.quiet) as llm:
@@ -82,7 +83,7 @@ def run(args: Namespace) -> int:
         comparisons = [_compare(case, engines, args.repeats, llm.spec.vocab_size) for case in cases]
         facts = {"model": llm.facts.model, "dtype": llm.config.model.dtype, "threads": llm.config.device.threads, **twin.versions}
     if args.json:
-        print(json.dumps({**facts, "cases": [{**asdict(c), "ratio": c.ratio} for c in comparisons]}, indent=1))
+        print(json.dumps({**facts, "cases": [asdict(c) for c in comparisons]}, indent=1))
     else:
         print(", ".join(f"{key} {value}" for key, value in facts.items()))
         rows = [(c.case.name, f"{c.ours:,.1f}", f"{c.theirs:,.1f}", f"{c.ratio:.2f}x", f"{c.agree} of {c.case.new}") for c in comparisons]
@@ -97,17 +98,20 @@ def _compare(case: Case, engines: tuple[Callable[[list[list[int]], int], Run], .
     runs: tuple[list[Run], list[Run]] = ([], [])
     for turn in range(-1, repeats):
         prompts = [[rng.randrange(10, vocab_size) for _ in range(case.prompt)] for _ in range(case.batch)]
-        new = min(case.new, 4) if turn < 0 else case.new
+        new = min(case.new, WARM_TOKENS) if turn < 0 else case.new
         for engine, kept in zip(engines, runs):
             result = engine(prompts, new)
             if turn >= 0:
                 kept.append(result)
-    if case.new == 1:
-        rates = [median(case.prompt / r.ttft for r in side) for side in runs]
-    else:
-        rates = [median(case.batch * (case.new - 1) / r.decode for r in side) for side in runs]
-    agree = min(_common(ours.tokens, theirs.tokens) for ours, theirs in zip(*runs))
-    return Comparison(case, rates[0], rates[1], agree)
+    ours, theirs = ([_rate(case, run) for run in side] for side in runs)
+    ratio = median(a / b for a, b in zip(ours, theirs))
+    agree = min(_common(a.tokens, b.tokens) for a, b in zip(*runs))
+    return Comparison(case, median(ours), median(theirs), ratio, agree)
+
+
+def _rate(case: Case, run: Run) -> float:
+    """Tokens per second: of the prompt for a prefill, else of all that was decoded after the first."""
+    return case.prompt / run.ttft if case.new == 1 else case.batch * (case.new - 1) / run.decode
 
 
 def _common(a: list[int], b: list[int]) -> int:

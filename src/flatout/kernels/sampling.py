@@ -17,7 +17,8 @@ from flatout.kernels.logit_edits import LOWEST
 from flatout.kernels.op import Cost, nbytes, op
 
 LOGPROB_FLOOR = -9999.0  # reported for a token of no probability, as in OpenAI's API: JSON has no -inf
-SMALL_TOP_K = 1024  # up to here a partial sort pays
+SMALL_TOP_K = 1024  # up to here a partial sort pays on a GPU
+FIRST_LOOK = 1024  # on the CPU top_p looks at so many of the largest first; a model's usual output needs no more
 CHUNK = 1 << 24  # most logits worked on at once on a GPU: 64 MiB for each float32 temporary
 
 # ---------------------------------------------------------------- random numbers
@@ -195,14 +196,16 @@ def _kept(logit: np.ndarray, peak: float, temperature: float, top_p: float, min_
         if min_p > 0:
             weight[logit < floor] = 0
         mass = float(weight.sum())
-        # Tokens each under (1 - top_p) / V of the mass hold less than 1 - top_p together: none of them is kept.
-        ids = np.flatnonzero(weight >= 0.999 * mass * (1 - top_p) / vocab)
+        ids = _largest(logit, min(FIRST_LOOK, vocab))
+        if weight[ids].sum() < 1.0001 * mass * top_p:
+            # Tokens each under (1 - top_p) / V of the mass hold less than 1 - top_p together: none of them is kept.
+            ids = np.flatnonzero(weight >= 0.999 * mass * (1 - top_p) / vocab)
     elif min_p > 0:
         return np.flatnonzero(logit >= floor)
     else:
         return None
-    values = logit[ids].astype(np.float64)
-    falling = np.sort(values)[::-1][:top_k]
+    values = logit[ids]
+    falling = np.sort(values)[::-1][:top_k].astype(np.float64)
     falling = falling[falling >= floor]
     last = len(falling)
     if top_p < 1:
@@ -238,16 +241,17 @@ def _contenders(logit: np.ndarray, peak: float, temperature: float, hashes: np.n
 
 def _logprobs_by_row(chosen: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor, logits: Tensor, ids: Tensor) -> None:
     matrix, k = logits.numpy(), top_ids.shape[1]
+    values, places, best_ids, best_values = chosen.numpy(), ranks.numpy(), top_ids.numpy(), top_logprobs.numpy()
     for row, token in enumerate(ids.tolist()):
         logit = matrix[row]
         total = float(torch.logsumexp(logits[row], 0))
-        chosen[row] = max(float(logit[token]) - total, LOGPROB_FLOOR)
-        ranks[row] = int(np.count_nonzero(logit >= logit[token]))
+        values[row] = max(float(logit[token]) - total, LOGPROB_FLOOR)
+        places[row] = np.count_nonzero(logit >= logit[token])
         if k:
             best = _largest(logit, k)
             best = best[np.argsort(-logit[best], kind="stable")[:k]]
-            top_ids.numpy()[row] = best
-            top_logprobs.numpy()[row] = np.maximum(logit[best].astype(np.float64) - total, LOGPROB_FLOOR)
+            best_ids[row] = best
+            best_values[row] = np.maximum(logit[best].astype(np.float64) - total, LOGPROB_FLOOR)
 
 
 # ---------------------------------------------------------------- CUDA: rows together, no sync

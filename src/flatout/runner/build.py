@@ -19,7 +19,7 @@ from flatout.modelfile.sources import ModelSource
 from flatout.modelfile.spec import ModelSpec
 from flatout.models.decoder import Decoder
 from flatout.models.load import load_weights
-from flatout.request import Request, SamplingParams
+from flatout.request import MAX_LOGPROBS, Request, SamplingParams
 from flatout.runner.memory import size_pool
 from flatout.runner.runner import Runner
 from flatout.step import StepPlan
@@ -93,17 +93,18 @@ def _warm_ladder(device: torch.device, seqs: int, budget: int) -> list[tuple[int
 
 
 def _warm_step(runner: Runner, rows: int, tokens: int, logprobs: bool = False) -> None:
-    """A step on block 0 with greedy and sampled rows; leaves nothing behind but warm code."""
-    params = [SamplingParams(temperature=0.0, logprobs=20 if logprobs else None), SamplingParams(temperature=1.0, top_p=0.9)]
-    requests = [Request("warm-up", [0], params[i % 2], seed=i, slot=i) for i in range(rows)]
+    """A step on block 0 with greedy and sampled rows, `tokens` in all or as many as the rows' contexts hold; leaves only warm code."""
+    longest = runner.slots.host_tables.shape[1] * runner.block_size
     counts = np.ones(rows, np.int32)
-    counts[0] = tokens - rows + 1
+    counts += np.diff(np.minimum(np.arange(rows + 1) * (longest - 1), tokens - rows)).astype(np.int32)
+    params = [SamplingParams(temperature=0.0, logprobs=MAX_LOGPROBS if logprobs else None), SamplingParams(temperature=1.0, top_p=0.9)]
+    requests = [Request("warm-up", [0], params[i % 2], seed=i, slot=i) for i in range(rows)]
     plan = StepPlan(
         step=0,
         slots=np.arange(rows, dtype=np.int32),
         starts=np.zeros(rows, np.int32),
         counts=counts,
-        token_ids=np.zeros(tokens, np.int32),
+        token_ids=np.zeros(counts.sum(), np.int32),
         samples=np.ones(rows, bool),
         out_positions=np.zeros(rows, np.int32),
         requests=requests,

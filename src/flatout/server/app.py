@@ -128,7 +128,7 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return _error(ApiError.of(error))
+    return _error(ApiError.refused(error.field, str(error)))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

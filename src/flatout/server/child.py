@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar
+from typing import IO, Protocol, TypeVar
 
 import msgspec
 
@@ -44,13 +44,13 @@ class Start(msgspec.Struct):
     config: Config
 
 
-def tell(pipe: BinaryIO, message: msgspec.Struct) -> None:
+def tell(pipe: IO[bytes], message: msgspec.Struct) -> None:
     payload = msgspec.msgpack.encode(message)
     pipe.write(struct.pack("<I", len(payload)) + payload)
     pipe.flush()
 
 
-def hear(pipe: BinaryIO, kind: type[T]) -> T | None:
+def hear(pipe: IO[bytes], kind: type[T]) -> T | None:
     """None at the end of the pipe."""
     head = pipe.read(4)
     return msgspec.msgpack.decode(pipe.read(struct.unpack("<I", head)[0]), type=kind) if len(head) == 4 else None

@@ -71,6 +71,11 @@ class Sequence:
         piece.prompt_logprobs = output.prompt_logprobs or piece.prompt_logprobs
         piece.finish_reason, piece.stop_reason = reason, stop_reason
 
+    @property
+    def spent(self) -> bool:
+        """It has ended, and nothing waits to be taken."""
+        return self.finish_reason is not None and self._piece is None
+
     def take(self) -> Piece | None:
         piece, self._piece = self._piece, None
         return piece
@@ -92,6 +97,10 @@ class Flight:
     def done(self) -> bool:
         """Every choice has ended; pieces may wait to be taken."""
         return all(s.finish_reason is not None for s in self.sequences.values())
+
+    @property
+    def spent(self) -> bool:
+        return all(s.spent for s in self.sequences.values())
 
     async def take(self, whole: bool = False) -> list[Piece]:
         """What has come, at least one piece, in order of choice; `whole`: everything, at the end.
@@ -122,8 +131,10 @@ class Flight:
             self._wake.set()
 
     def fail(self, error: ApiError | ClientGone) -> None:
-        self._error = self._error or error
-        self._wake.set()
+        """Whoever takes gets the error; after the last token there is nothing left to fail."""
+        if not self.done:
+            self._error = self._error or error
+            self._wake.set()
 
     def hang_up(self) -> None:
         """The client went away: end it all now."""
@@ -203,7 +214,7 @@ class ServedModel:
                         self._push(flight, output)
             case Refused(id, name, text):
                 if (flight := self._flights.get(id)) is not None:
-                    flight.fail(ApiError(400, text, param=name, code="invalid_value"))
+                    flight.fail(ApiError.refused(name, text))
             case Ready(facts, lines):
                 self.facts, self.start_lines = facts, lines
                 self.settled.set()

@@ -92,13 +92,14 @@ class EngineProcess:
         with contextlib.suppress(BrokenPipeError):  # it died, and _watch reports that
             tell(self.process.stdin, message)
 
-    async def stop(self) -> None:
-        """Wait for the child to leave, and make it when it does not."""
+    async def stop(self, patience: float) -> None:
+        """Wait for the child to leave, `patience` seconds at most, then make it."""
         for force in (self.process.terminate, self.process.kill):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.gone.wait(), ENGINE_GRACE)
+                await asyncio.wait_for(self.gone.wait(), patience)
                 return
             force()
+            patience = ENGINE_GRACE
         await self.gone.wait()
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -155,7 +156,7 @@ async def _serve(config: Config, server: ServerConfig, engine: str, listener: so
         model.send(Shutdown())
         await asyncio.wait({serving}, timeout=ERRORS_GRACE)
         serving.cancel()
-        await child.stop()
+        await child.stop(patience=0 if model.facts is None else ENGINE_GRACE)  # while it loads, it does not listen
         mailbox.close()
     if failure is not None:
         print(f"flatout: error: {failure}", file=sys.stderr)

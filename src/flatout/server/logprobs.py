@@ -113,7 +113,7 @@ def prompt_logprobs(tokenizer: Tokenizer | None, count: int, positions: Sequence
         None
         if position is None
         else {
-            t.token_id: PromptLogprob(_value(t.logprob), t.rank, tokenizer and tokenizer.token_text(t.token_id))
+            t.token_id: PromptLogprob(_value(t.logprob), t.rank, None if tokenizer is None else tokenizer.token_text(t.token_id))
             for t in (position.chosen, *position.top[:count])
         }
         for position in positions

@@ -111,7 +111,7 @@ class FrontMailbox:
         """Start delivering on the running loop."""
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._drain)
+        self._loop.add_reader(self._socket.fileno(), self._drain)
         self._loop.call_soon(self._drain)
 
     def send(self, key: str, message: Down) -> None:
@@ -121,12 +121,12 @@ class FrontMailbox:
         except zmq.ZMQError as error:
             raise EngineGone(f"engine {key!r} is not connected: {error}") from None
         # zmq signals by edges, and a send may have taken the edge of an arrival
-        if self._loop is not None and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if self._loop is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._drain)
 
     def close(self) -> None:
         if self._loop is not None:
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._socket.fileno())
             self._loop = None
         self._socket.close()
         self._context.term()

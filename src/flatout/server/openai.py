@@ -50,7 +50,7 @@ def find(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
     """The model of that name; without a name, the only one. Raises ApiError 404."""
     if name is None and len(models) == 1:
         return next(iter(models.values()))
-    if name not in models:
+    if name is None or name not in models:
         message = f"model {name!r} does not exist; this server has {', '.join(models)}"
         raise ApiError(404, message, param="model", code="model_not_found")
     return models[name]
@@ -65,7 +65,7 @@ class Order:
 
     model: ServedModel
     body: CompletionBody | ChatBody
-    prompts: list[list[Request]]  # the n sequences of each
+    prompts: list[list[Request]] = field(default_factory=list)  # the n sequences of each
     shown: list[str] = field(default_factory=list)  # what echo puts before each prompt's choices
 
 
@@ -73,15 +73,22 @@ def completion_order(models: Mapping[str, ServedModel], config: Config, raw: byt
     """Raises ApiError and RequestError naming the field; one bad prompt refuses the whole request."""
     body = parse(raw, CompletionBody)
     model, facts = _open(models, body.model)
-    echo_logprobs = body.logprobs if body.echo else None
-    if echo_logprobs is not None and body.prompt_logprobs is not None:
-        echo_logprobs = max(echo_logprobs, body.prompt_logprobs)
-    changes = {} if echo_logprobs is None else {"prompt_logprobs": echo_logprobs}
-    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = _params(body, facts, max_tokens=max_tokens, logprobs=body.logprobs, **changes)
-    order = Order(model, body, [])
-    for prompt in prompts_of(body.prompt):
-        order.prompts.append(_sequences(order, config, prompt, params, body.add_special_tokens is not False))
+    given: dict[str, Any] = {"logprobs": body.logprobs, "max_tokens": _max_tokens(facts, body.max_tokens, otherwise=COMPLETION_MAX_TOKENS)}
+    if body.echo and body.logprobs is not None:
+        given["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    params = _params(body, facts, **given)
+    order = Order(model, body)
+    prompts = prompts_of(body.prompt)
+    for i, prompt in enumerate(prompts):
+        ids = prompt
+        if isinstance(prompt, str) and body.add_special_tokens is False and model.tokenizer is not None:
+            ids = model.tokenizer.encode(prompt, add_special_tokens=False)
+        try:
+            order.prompts.append(_sequences(order, facts, config, ids, params))
+        except RequestError as error:
+            if error.field != "prompt" or len(prompts) == 1:
+                raise
+            raise RequestError(f"prompt[{i}]", str(error).removeprefix("prompt: ")) from None
         if body.echo:
             order.shown.append(prompt if isinstance(prompt, str) else _decode(model.tokenizer, prompt))
     return order
@@ -108,7 +115,7 @@ def chat_order(models: Mapping[str, ServedModel], config: Config, raw: bytes) ->
     params = _params(
         body,
         facts,
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        max_tokens=_max_tokens(facts, body.max_completion_tokens, body.max_tokens),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     ids = model.template.encode(
@@ -117,8 +124,8 @@ def chat_order(models: Mapping[str, ServedModel], config: Config, raw: bytes) ->
         continue_final_message=proceed,
         **_template_arguments(body.chat_template_kwargs or {}),
     )
-    order = Order(model, body, [], [_text_of(body.messages[-1])] if body.echo else [])
-    order.prompts.append(_sequences(order, config, ids, params))
+    order = Order(model, body, shown=[_text_of(body.messages[-1])] if body.echo else [])
+    order.prompts.append(_sequences(order, facts, config, ids, params))
     return order
 
 
@@ -136,25 +143,27 @@ def _open(models: Mapping[str, ServedModel], name: str | None) -> tuple[ServedMo
     return model, model.facts
 
 
+def _max_tokens(facts: ModelFacts, *asked: int | None, otherwise: int | None = None) -> Any:
+    """The first that says something: the request, the model's generation config, the route's default (None: as far as the context allows)."""
+    return next((m for m in asked if m is not None), facts.sampling_defaults.get("max_tokens", otherwise))
+
+
 def _params(body: Body, facts: ModelFacts, **given: Any) -> SamplingParams:
     """The body's fields over the model's own defaults."""
     fields = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     return default_params(facts, **{**fields, **given})
 
 
-def _sequences(order: Order, config: Config, prompt: str | list[int], params: SamplingParams, special: bool = False) -> list[Request]:
-    body, model = order.body, order.model
+def _sequences(order: Order, facts: ModelFacts, config: Config, prompt: str | list[int], params: SamplingParams) -> list[Request]:
+    body = order.body
     if body.priority and config.scheduler.scheduling_policy != "priority":
         raise RequestError("priority", "has no effect unless the server runs with --scheduling-policy priority")
-    assert model.facts is not None
-    if isinstance(prompt, str) and not special and model.tokenizer is not None:
-        prompt = model.tokenizer.encode(prompt, add_special_tokens=False)
     return prepare(
         secrets.token_hex(12),
         prompt,
         params,
-        model.tokenizer,
-        model.facts,
+        order.model.tokenizer,
+        facts,
         arrival=time.monotonic(),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
@@ -205,10 +214,9 @@ async def _events(reply: Reply, flight: Flight, pieces: list[Piece]) -> AsyncIte
     with contextlib.suppress(ClientGone):
         try:
             while True:
-                last = flight.done  # read before anything is awaited: then `pieces` hold the end
                 if chunks := b"".join(event(encode(chunk)) for piece in pieces for chunk in reply.chunks(piece)):
                     yield chunks
-                if last:
+                if flight.spent:
                     break
                 pieces = await flight.take()
         except ApiError as error:

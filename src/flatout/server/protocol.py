@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from flatout.request import RequestError
 
 MAX_PROMPTS = 2048  # prompts in one completions request
 
@@ -27,8 +26,9 @@ class ApiError(Exception):
         self.status, self.message, self.type, self.param, self.code = status, message, type, param, code
 
     @classmethod
-    def of(cls, error: RequestError) -> ApiError:
-        return cls(400, str(error), param=error.field, code="invalid_value")
+    def refused(cls, field: str, message: str) -> ApiError:
+        """A RequestError, which may name a place inside a field (messages[2].content); `param` is the body's field."""
+        return cls(400, message, param=_field(field), code="invalid_value")
 
     @classmethod
     def unavailable(cls, reason: str) -> ApiError:
@@ -217,7 +217,11 @@ def _named(error: msgspec.ValidationError) -> ApiError:
     what = what[0].lower() + what[1:]
     if where is None or not where[1]:
         return ApiError(400, what, code="invalid_type")
-    return ApiError(400, f"{where[1]}: {what}", param=re.split(r"[.\[]", where[1])[0], code="invalid_type")
+    return ApiError(400, f"{where[1]}: {what}", param=_field(where[1]), code="invalid_type")
+
+
+def _field(path: str) -> str:
+    return re.split(r"[.\[]", path)[0]
 
 
 def prompts_of(prompt: Any) -> list[str | list[int]]:

@@ -63,11 +63,11 @@ class _Vocabulary:
         self.metadata = metadata
         self.architecture = str(metadata.get("general.architecture", ""))
         self.tokens: list[str] = [token or f"[EMPTY_{id}]" for id, token in enumerate(self._list("tokens"))]
+        if not self.tokens:
+            raise ModelFileError("tokenizer.ggml.tokens is missing or empty: this GGUF file holds no tokenizer; give one with --tokenizer")
         self.types: list[int] = self._list("token_type", same_length=True) or [1] * len(self.tokens)
         self.scores: list[float] = self._list("scores", same_length=True)
         self.merges: list[str] = self._list("merges")
-        if not self.tokens:
-            raise ModelFileError("tokenizer.ggml.tokens is missing or empty: this GGUF file holds no tokenizer; give one with --tokenizer")
 
     def _list(self, name: str, same_length: bool = False) -> list[Any]:
         key = f"tokenizer.ggml.{name}"
