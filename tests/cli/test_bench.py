@@ -88,6 +88,7 @@ def test_shapes_are_readable():
         assert source.spec.num_layers > 10
 
 
+@pytest.mark.long
 def test_compare_is_the_same_model(default_model, monkeypatch, capsys):
     """Float32 on both sides gives the same greedy tokens: what is compared is one model."""
     monkeypatch.setattr(compare, "PROMPT", 16)
@@ -100,8 +101,24 @@ def test_compare_is_the_same_model(default_model, monkeypatch, capsys):
 
 
 def test_compare_with_random_weights(tiny, capsys):
-    argv = ["--model", tiny, "--load-format", "dummy", "--new-tokens", "3", "--prefill", "16", "--repeats", "1", "--threads", "1"]
+    argv = [
+        "--model",
+        tiny,
+        "--load-format",
+        "dummy",
+        "--dtype",
+        "float32",
+        "--new-tokens",
+        "3",
+        "--prefill",
+        "16",
+        "--repeats",
+        "1",
+        "--threads",
+        "1",
+    ]
     assert main(["bench", "compare", *argv]) == 0
     out = capsys.readouterr().out
+    assert out.count("3 of 3") == 2  # random, but the same
     assert "prefill 16" in out
     assert "transformers" in out

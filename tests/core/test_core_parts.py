@@ -86,6 +86,14 @@ def test_E04_each_miss_has_its_reason():
     assert ask(Loop(scheduler(enable_prefix_caching=False)), "off", base) == (0, "off")
 
 
+def test_E04_evicted_is_told_even_when_many_others_came_since():
+    loop = Loop(scheduler(num_blocks=12, block_size=4, max_model_len=48))
+    prompts = [[start, *range(1, 13)] for start in range(10)]
+    for i, one in enumerate(prompts):
+        ask(loop, f"r{i}", one)
+    assert ask(loop, "first", prompts[0]) == (0, "evicted") and ask(loop, "last", prompts[9]) == (12, "")
+
+
 def test_a_longer_prompt_parts_where_the_best_match_was_computed_to():
     """The next turn of a chat: the last sampled token of the turn before was never computed, so it is the first new one."""
     loop = Loop(scheduler())
@@ -107,9 +115,9 @@ def test_two_equal_prompts_at_once_the_second_misses_what_is_in_flight():
 
 def test_the_memory_of_recent_runs_is_bounded():
     loop, rng = Loop(scheduler(num_blocks=4, block_size=1, max_model_len=4), audit=False), random.Random(0)
-    for i in range(1500):
-        ask(loop, f"r{i}", [rng.randrange(32) for _ in range(3)])
-    assert len(loop.scheduler.prefix._runs) <= 4 + 1024 and len(loop.scheduler.blocks._evicted) <= 4
+    for i in range(700):
+        ask(loop, f"r{i}", [rng.randrange(1000) for _ in range(3)])
+    assert len(loop.scheduler.prefix._runs) == len(loop.scheduler.blocks._evicted) == 4 + 1024
     assert max(map(len, loop.scheduler.prefix._runs.values())) <= 4
 
 

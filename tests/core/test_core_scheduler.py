@@ -104,6 +104,14 @@ def test_fcfs_nobody_overtakes_a_blocked_head():
     assert running.first_scheduled < head.first_scheduled <= small.first_scheduled
 
 
+def test_a_blocked_head_is_admitted_as_soon_as_blocks_come_free():
+    loop = Loop(scheduler(num_blocks=12, block_size=4), ahead=False)
+    short, long, head = request("short", prompt(17), max_tokens=3), request("long", prompt(7, 4)), request("head", prompt(17, 9))
+    add(loop, short, long, head)
+    loop.run()
+    assert head.first_scheduled == 4.0 and [p.waiting for p in loop.plans[:3]] == [{"blocks": 1}] * 3
+
+
 def test_priority_admits_lower_first_then_by_arrival_and_preempts_the_last():
     loop = Loop(scheduler(max_num_seqs=1, policy="priority"), ahead=False)
     everyone = [request(f"r{i}", prompt(3, i), priority=p) for i, p in enumerate([1, 0, 2, 0])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -51,25 +52,22 @@ def expected(checkpoint):
         return {n: tokens(llm.generate([HEAD], PARAMS[n])[0]) for n in (1, 3)}
 
 
-def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], preempt: bool):
-    """generate(), with the first request's running samples preempted twice on the way."""
-    if not preempt:
-        return llm.generate(prompts, params)
-    engine, step, steps = llm.engine, llm.engine.step, itertools.count(1)
-    target = str(next(llm._ids) + 1)
+@contextlib.contextmanager
+def preempting(llm: LLM, wanted: bool):
+    """Take the blocks of each sample of the next request twice on its way, at steps where its newest token may still be in flight."""
+    engine, step, steps, target = llm.engine, llm.engine.step, itertools.count(1), str(next(llm._ids) + 1)
 
     def preempting_step():
         if next(steps) % 9 == 0:
-            for request in engine.scheduler.running():
-                if request.id == target and request.preemptions < 2:
-                    engine.scheduler.preempt(request)
+            for live in list(engine.scheduler._running):
+                if live.request.id == target and live.request.preemptions < 2:
+                    engine.scheduler._preempt(live)
         return step()
 
-    engine.step = preempting_step
-    try:
-        return llm.generate(prompts, params)
-    finally:
-        engine.step = step
+    if wanted:
+        engine.step = preempting_step
+    yield
+    engine.step = step
 
 
 @pytest.mark.parametrize("asynchronous", (True, False), ids=("async", "plain"))
@@ -80,13 +78,13 @@ def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], preemp
 def test_identity(checkpoint, expected, asynchronous, budget, crowd, preempt, n):
     options = {"max_num_batched_tokens": budget, "max_num_seqs": 13, "async_scheduling": asynchronous}
     with build(checkpoint, **options) as llm:
-        for prefix in ("miss", "hit", "full"):
+        for prefix, salt in (("miss", "a"), ("full", "a"), ("hit", "b")):
             if prefix == "hit":  # one of the three blocks is known
-                llm.engine.scheduler.reset_prefix_cache()
-                llm.generate([HEAD[: BLOCK + 2]], SamplingParams(max_tokens=1, temperature=0))
+                llm.generate([HEAD[: BLOCK + 2]], SamplingParams(max_tokens=1, temperature=0), cache_salt=salt)
             prompts = [HEAD, *(CROWD if crowd else [])]
             params = [PARAMS[n], *[SamplingParams(temperature=1.0, seed=i, max_tokens=20, top_p=0.9) for i in range(len(prompts) - 1)]]
-            result = run(llm, prompts, params, preempt)[0]
+            with preempting(llm, preempt):
+                result = llm.generate(prompts, params, cache_salt=salt)[0]
             assert tokens(result) == expected[n], prefix
             assert result.cached_tokens == {"miss": 0, "hit": BLOCK, "full": 2 * BLOCK}[prefix]
             assert (result.preemptions == 2 * n) if preempt else result.preemptions == 0

@@ -148,11 +148,13 @@ def test_rope_kv_write(rows, heads, dims, kind, offset, dtype, seed):
             one, two = part[..., : rotary // 2].clone(), part[..., rotary // 2 : rotary].clone()
             part[..., : rotary // 2], part[..., rotary // 2 : rotary] = one * cos - two * sin, two * cos + one * sin
         expected[i] = part
-    for made in every(rope_kv_write, qkv, *caches, slots, rope, *weights, 1e-6, offset):
-        close(made[0][:, : queries * dim], expected[0].reshape(rows, -1), 6)
-        close(made[1][slots], expected[1], 6)
-        close(made[2][slots], expected[2].view(rows, kv, dim))
-        assert (made[1].count_nonzero((1, 2)) > 0).sum() == rows  # and nothing else
+    by_head = qkv.view(rows, -1, dim)
+    cos, sin = (None, None) if rope is None else (part.unsqueeze(1) for part in rope.chunk(2, 1))
+    for made in every(rope_kv_write, by_head[:, :-kv], by_head[:, -kv:], *caches, slots, cos, sin, *weights, 1e-6, offset):
+        close(made[0][:, :queries], expected[0], 6)
+        close(made[2][slots], expected[1], 6)
+        close(made[3][slots], expected[2].view(rows, kv, dim))
+        assert (made[2].count_nonzero((1, 2)) > 0).sum() == rows  # and nothing else
 
 
 @settings(max_examples=30, deadline=None)
@@ -200,9 +202,8 @@ def test_costs_by_hand():
     )
     assert cost_of(add_rms_norm, meta(7, 64), meta(7, 64), meta(7, 64), meta(64), 1e-5, 0.0, 1.0).activations == 4 * 2 * 7 * 64
     # 5 tokens, 9 + 2 * 3 heads of 64: q and k rotate; k and v go to the cache
-    rope = cost_of(
-        rope_kv_write, meta(5, 960), meta(80, 3, 64), meta(80, 3, 64), meta(5, dtype=torch.int64), meta(5, 128), None, None, 1e-5, 0.0
-    )
+    places, turn = (meta(80, 3, 64), meta(80, 3, 64), meta(5, dtype=torch.int64)), (meta(5, 1, 64), meta(5, 1, 64))
+    rope = cost_of(rope_kv_write, meta(5, 12, 64), meta(5, 3, 64), *places, *turn, None, None, 1e-5, 0.0)
     assert rope == Cost(kv=2 * 2 * 5 * 192, activations=2 * 5 * (960 + 576 + 128) + 8 * 5, flops=3 * 5 * (576 + 192))
     # 3 tokens, 2 of 8 experts each
     moe = cost_of(

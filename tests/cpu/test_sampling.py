@@ -166,7 +166,7 @@ def test_temperatures_from_tiny_to_huge(path, temperature):
 def test_greedy_takes_the_lowest_of_equals(path):
     logits = torch.tensor([[1.0, 7.0, 7.0, 7.0]])
     for params in (SamplingParams(temperature=0), SamplingParams(temperature=9e-6), SamplingParams(temperature=5.0, top_k=1)):
-        assert one(request(params), logits) == 1
+        assert {one(request(params, seed=seed), logits) for seed in range(9)} == {1}
 
 
 def test_equal_tokens_stand_or_fall_together(path):
@@ -187,6 +187,9 @@ def test_broken_logits_have_a_meaning(path):
         assert one(r, torch.full((1, 4), nan)) == 0
         assert one(request(params, allowed_token_ids=[2, 3]), torch.tensor([[5.0, nan, -inf, -inf]])) == 2
         assert one(request(params, bad_words_ids=[[0], [1]], allowed_token_ids=[0, 1]), torch.tensor([[1.0, 2.0, 9.0]])) == 0
+        assert one(request(params, bad_words_ids=[[2]]), torch.tensor([[-inf, -inf, 1.0]])) == 0
+        twice_lowest = request(params, allowed_token_ids=[2, 3], repetition_penalty=2.0)
+        assert one(twice_lowest, torch.tensor([[5.0, 5.0, nan, nan]])) == 2
 
 
 def test_penalties_at_both_signs(path):
@@ -198,6 +201,37 @@ def test_penalties_at_both_signs(path):
     edited = reference.edit(logits[0].tolist(), r, r.output_ids)
     assert edited == [1.0, -4.75, 0.0, 1.5 / 2 - 1.0 - 0.25, 1.0]
     assert one(r, logits) == 0 and one(r, logits + torch.tensor([0, 0, 0, 0, 0.5])) == 4
+
+
+def test_short_histories_beside_long_ones():
+    """A row's penalties end where its own history ends: token 0 is the padding of fresh rows and keeps its lead."""
+    logits = torch.tensor([[3.0, 2.0, 1.0]]).repeat(4, 1)
+    sampler = Sampler(3, 4, CPU)
+    sampler.admit(0, request(temperature=0, repetition_penalty=2.0, prompt_ids=[1], output_ids=[2] * 50))
+    sampler.admit(1, request(temperature=0, repetition_penalty=2.0, prompt_ids=[1]))
+    sampler.admit(2, request(temperature=0, repetition_penalty=2.0, prompt_ids=[777]))  # a placeholder: nothing to penalise
+    sampler.admit(3, request(temperature=0, presence_penalty=2.0))
+    assert sample(sampler, logits, range(4), [50, 0, 0, 0]).ids.tolist() == [0, 0, 0, 0]
+
+
+def test_bad_words_match_the_output_only():
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0]])
+    words = {"temperature": 0, "repetition_penalty": 1.001, "prompt_ids": [3], "bad_words_ids": [[3, 4], [2, 3, 4]]}
+    assert one(request(**words), logits) == 4
+    assert one(request(**words, output_ids=[3]), logits) == 3
+    assert one(request(**words, output_ids=[3, 1]), logits) == 4
+
+
+def test_long_outputs_grow_the_history():
+    """700 steps with no word from the host: the counts of the device are those of all the outputs."""
+    penalty = 1 / 128
+    sampler = Sampler(5, 2, CPU)
+    sampler.admit(1, request(temperature=0, frequency_penalty=penalty))
+    logits, counts = [1.0, 1.0, 0.5, 0.0, -9.0], [0] * 5
+    for position in range(700):
+        expected = max(range(5), key=lambda token: logits[token] - penalty * counts[token])
+        assert sample(sampler, torch.tensor([logits]), [1], [position]).ids.tolist() == [expected]
+        counts[expected] += 1
 
 
 def test_frequency_counts_exactly_however_often():
@@ -240,6 +274,14 @@ def test_prompt_logprobs(path):
         assert out.chosen[row] == pytest.approx(logprob, abs=1e-4) and out.ranks[row] == rank
         assert out.top_ids[row].tolist() == [t for t, _ in top]
     assert out.ranks.dtype == out.top_ids.dtype == torch.int32
+
+
+def test_equal_logprobs_come_in_the_order_of_ids(path):
+    """Whatever the number asked in the batch; 0.0 and -0.0 are equal. A rank counts all that are at least as likely, as in vLLM."""
+    logits = torch.tensor([[-0.0, 1.0, 0.0, -0.0, 1.0, 0.0]])
+    for k in range(1, 7):
+        out = Sampler(6, 1, CPU).prompt_logprobs(logits.clone(), torch.tensor([4]), k)
+        assert out.top_ids[0].tolist() == [1, 4, 0, 2, 3, 5][:k] and out.ranks[0] == 2
 
 
 def test_costs_are_counted():

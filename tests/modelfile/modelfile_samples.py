@@ -35,7 +35,10 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "gemma2": (tf.Gemma2Config, {"head_dim": 16, "sliding_window": 16}),
     "gemma3": (tf.Gemma3TextConfig, {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 6}),
     "smollm3": (tf.SmolLM3Config, {"num_hidden_layers": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
-    "granite": (tf.GraniteConfig, {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0}),
+    "granite": (
+        tf.GraniteConfig,
+        {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0},
+    ),
     "olmo2": (tf.Olmo2Config, {"eos_token_id": 2}),
 }
 

@@ -17,7 +17,7 @@ BYTES = {t.name: (t.block, t.nbytes) for t in TYPES.values()}
 
 
 def theirs(raw: np.ndarray, kind: str) -> np.ndarray:
-    block, nbytes = BYTES[kind]
+    _block, nbytes = BYTES[kind]
     with np.errstate(all="ignore"):
         return gguf.quants.dequantize(raw.reshape(-1, nbytes), gguf.GGMLQuantizationType[kind]).reshape(-1)
 

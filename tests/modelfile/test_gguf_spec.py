@@ -29,7 +29,13 @@ def refused(tmp_path: Path, match: str, family: str = "llama", **extra: Any) -> 
 
 def test_the_default_model(default_model):
     spec = spec_from_gguf(GGUFFile(default_model))
-    assert (spec.architecture, spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.vocab_size) == ("llama", 30, 576, 1536, 49152)
+    assert (spec.architecture, spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.vocab_size) == (
+        "llama",
+        30,
+        576,
+        1536,
+        49152,
+    )
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.max_position, spec.norm_eps) == (9, 3, 64, 8192, 1e-5)
     assert spec.ropes == (RopeSpec(100000.0, 64),) and {x.rope for x in spec.layers} == {0} and {x.window for x in spec.layers} == {None}
     assert (spec.tie_embeddings, spec.qkv_bias, spec.bos_id, spec.eos_ids, spec.pad_id) == (True, False, 1, (2,), 2)
@@ -52,14 +58,18 @@ def test_damaged_divisors_are_refused(tmp_path, bad):
 
 
 def test_linear_and_yarn_scaling(tmp_path):
-    linear = spec_of(tmp_path, **{"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0})
+    linear = spec_of(tmp_path, llama__rope__scaling__type="linear", llama__rope__scaling__factor=4.0)
     assert (linear.ropes, linear.max_position) == ((RopeSpec(10000.0, 32, "linear", 4.0, 256),), 1024)
     yarn = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0, "llama__rope__scaling__original_context_length": 64}
     spec = spec_of(tmp_path, **yarn)
     assert (spec.ropes, spec.max_position) == ((RopeSpec(10000.0, 32, "yarn", 4.0, 64),), 256)
     scaled = spec_of(tmp_path, **yarn, llama__rope__scaling__attn_factor=2.0).ropes[0]
     assert scaled.attention_factor == pytest.approx(2 * frequencies(spec.ropes[0])[1], rel=1e-6)
-    refused(tmp_path, "rope.scaling.type: 'fourier' is not supported; supported: none, linear, yarn, longrope", llama__rope__scaling__type="fourier")
+    refused(
+        tmp_path,
+        "rope.scaling.type: 'fourier' is not supported; supported: none, linear, yarn, longrope",
+        llama__rope__scaling__type="fourier",
+    )
 
 
 def test_phi3_longrope_factor_tensors(tmp_path):
@@ -68,7 +78,7 @@ def test_phi3_longrope_factor_tensors(tmp_path):
     rope = spec_of(tmp_path, "phi3", **factors, **extra).ropes[0]
     assert (rope.kind, rope.factor, rope.original_max_position, rope.attention_factor) == ("longrope", 4.0, 64, 1.25)
     assert (rope.short_factor, rope.long_factor) == ((1.5,) * 8, (3.0,) * 8)
-    with pytest.raises(ModelFileError, match="tensor rope_factors_long.weight must be F32 .8., is missing"):
+    with pytest.raises(ModelFileError, match=r"tensor rope_factors_long.weight must be F32 .8., is missing"):
         spec_of(tmp_path, "phi3", rope_factors_short=factors["rope_factors_short"])
 
 
@@ -84,7 +94,9 @@ def test_windows(tmp_path):
     assert [gemma.ropes[x.rope].base for x in gemma.layers] == [1e4] * 5 + [1e6]
     assert [x.window for x in spec_of(tmp_path, "gemma2").layers] == [16, None]
     pattern = [False, True, True, False, False, True]
-    assert [x.window for x in spec_of(tmp_path, "gemma3", **{"gemma3__attention__sliding_window_pattern": pattern}).layers] == [16 if p else None for p in pattern]
+    assert [x.window for x in spec_of(tmp_path, "gemma3", gemma3__attention__sliding_window_pattern=pattern).layers] == [
+        16 if p else None for p in pattern
+    ]
     assert {x.window for x in spec_of(tmp_path, llama__attention__sliding_window=32).layers} == {32}
     refused(tmp_path, "OLMo 3 is not supported", "olmo2", olmo2__attention__sliding_window=16)
 
@@ -95,11 +107,17 @@ def test_granite_can_switch_rope_off(tmp_path):
 
 def test_experts(tmp_path):
     spec = spec_of(tmp_path, "mixtral")
-    assert (spec.family, spec.moe.num_experts, spec.moe.top_k, spec.moe.intermediate_size, spec.moe.norm_topk) == ("mixtral", 4, 2, 96, True)
+    assert (spec.family, spec.moe.num_experts, spec.moe.top_k, spec.moe.intermediate_size, spec.moe.norm_topk) == (
+        "mixtral",
+        4,
+        2,
+        96,
+        True,
+    )
     qwen = spec_of(tmp_path, "qwen2_moe")
     assert [x.moe for x in qwen.layers] == [False, True]
     assert (qwen.moe.shared_intermediate_size, qwen.moe.shared_gate, qwen.moe.norm_topk) == (48, True, False)
-    assert spec_of(tmp_path, "qwen3_moe", **{"qwen3moe__expert_weights_norm": False}).moe.norm_topk is False
+    assert spec_of(tmp_path, "qwen3_moe", qwen3moe__expert_weights_norm=False).moe.norm_topk is False
     refused(tmp_path, "expert_gating_func: 2 is not supported", "qwen3_moe", qwen3moe__expert_gating_func=2)
 
 
@@ -120,7 +138,9 @@ def test_sampling_defaults(tmp_path):
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")])
 def test_dtype_of_the_file(tmp_path, kind, dtype):
     model = model_of(config_of("qwen2", use_sliding_window=False))
-    path = write_gguf(model, tmp_path / "m.gguf", types={n: kind for n in ("ffn", "attn_q.weight", "attn_v.weight", "attn_output", "token_embd")})
+    path = write_gguf(
+        model, tmp_path / "m.gguf", types={n: kind for n in ("ffn", "attn_q.weight", "attn_v.weight", "attn_output", "token_embd")}
+    )
     assert spec_from_gguf(GGUFFile(path)).dtype == dtype
 
 
@@ -135,7 +155,17 @@ def test_d21_unknown_architecture_lists_what_is_supported(tmp_path):
         spec_from_gguf(GGUFFile(tmp_path / "x.gguf"))
 
 
-@pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.head_count", "feed_forward_length", "context_length", "attention.layer_norm_rms_epsilon"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "block_count",
+        "embedding_length",
+        "attention.head_count",
+        "feed_forward_length",
+        "context_length",
+        "attention.layer_norm_rms_epsilon",
+    ],
+)
 def test_a_missing_key_is_named(tmp_path, key):
     path = write_gguf(model_of(config_of("llama")), tmp_path / "m.gguf")
     raw = path.read_bytes()
@@ -145,9 +175,13 @@ def test_a_missing_key_is_named(tmp_path, key):
 
 
 def test_sizes_that_differ_between_layers_are_refused(tmp_path):
-    assert spec_of(tmp_path, **{"llama__x": 1}).intermediate_size == 96
-    path = write_gguf(model_of(config_of("llama")), tmp_path / "m.gguf", **{"llama__feed_forward_lengtX": [96, 64]})
-    raw = path.read_bytes().replace(b"llama.feed_forward_length", b"llama.feed_forward_lengtY").replace(b"llama.feed_forward_lengtX", b"llama.feed_forward_length")
+    assert spec_of(tmp_path, llama__x=1).intermediate_size == 96
+    path = write_gguf(model_of(config_of("llama")), tmp_path / "m.gguf", llama__feed_forward_lengtX=[96, 64])
+    raw = (
+        path.read_bytes()
+        .replace(b"llama.feed_forward_length", b"llama.feed_forward_lengtY")
+        .replace(b"llama.feed_forward_lengtX", b"llama.feed_forward_length")
+    )
     path.write_bytes(raw)
     with pytest.raises(ModelFileError, match="feed_forward_length: differs between layers"):
         spec_from_gguf(GGUFFile(path))

@@ -97,7 +97,9 @@ def test_d16_bias_flags():
     assert (spec.qkv_bias, spec.o_bias) == (True, False)
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"])
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
+)
 def test_a_missing_key_is_named_with_its_file(key):
     values = {k: v for k, v in LLAMA.items() if k != key}
     with pytest.raises(ModelFileError, match=f"^/m/config.json: required key '{key}' is missing; restore"):
@@ -143,12 +145,17 @@ def test_d07_llama3_scaling_in_every_spelling(changes):
 
 
 def test_d07_unknown_rope_type_is_refused():
-    refused("rope_scaling: rope_type: 'fourier' is not supported; supported: default, linear, dynamic, yarn, llama3, longrope", rope_scaling={"type": "fourier"})
+    refused(
+        "rope_scaling: rope_type: 'fourier' is not supported; supported: default, linear, dynamic, yarn, llama3, longrope",
+        rope_scaling={"type": "fourier"},
+    )
 
 
 @pytest.mark.parametrize("missing", ["factor", "low_freq_factor", "high_freq_factor"])
 def test_d07_a_missing_rope_parameter_is_named(missing):
-    refused(f"rope_scaling: required key '{missing}'", rope_scaling={"rope_type": "llama3", **{k: v for k, v in LLAMA3.items() if k != missing}})
+    refused(
+        f"rope_scaling: required key '{missing}'", rope_scaling={"rope_type": "llama3", **{k: v for k, v in LLAMA3.items() if k != missing}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +217,14 @@ def test_phi3_longrope_under_all_its_names(kind):
         {"rope_type": "linear", "factor": 2.0},
         {"rope_type": "dynamic", "factor": 2.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "truncate": False,
+        },
         {"rope_type": "llama3", **LLAMA3},
         {"rope_type": "longrope", **LONG, "factor": 4.0, "original_max_position_embeddings": 64},
     ],
@@ -295,7 +309,10 @@ def test_gemma3_hub_config_that_leaves_out_its_sizes():
 
 
 def test_gemma3_rope_parameters_per_layer_type_of_transformers_5():
-    rope = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
     text = {k: v for k, v in GEMMA_HUB["text_config"].items() if k != "rope_scaling"}
     spec = spec_from_hf({**GEMMA_HUB, "text_config": {**text, "rope_parameters": rope}})
     assert [(r.base, r.kind) for r in spec.ropes] == [(2e4, "default"), (3e6, "linear")]
@@ -306,7 +323,9 @@ def test_gemma_that_looks_both_ways_is_refused():
         spec_from_hf({**GEMMA_HUB, "text_config": {**GEMMA_HUB["text_config"], "use_bidirectional_attention": True}})
 
 
-@pytest.mark.parametrize(("outer", "inner", "tied"), [(None, None, True), (False, None, False), (None, False, False), (False, True, False), (True, None, True)])
+@pytest.mark.parametrize(
+    ("outer", "inner", "tied"), [(None, None, True), (False, None, False), (None, False, False), (False, True, False), (True, None, True)]
+)
 def test_d11_tied_flag_in_the_outer_or_the_inner_config(outer, inner, tied):
     values: dict[str, Any] = {**GEMMA_HUB, "text_config": dict(GEMMA_HUB["text_config"])}
     if outer is not None:
@@ -342,7 +361,15 @@ def test_end_ids_of_the_wrong_kind_are_refused():
 
 
 def test_sampling_defaults_are_taken_as_they_are():
-    generation = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "repetition_penalty": 1.05, "max_new_tokens": 99}
+    generation = {
+        "do_sample": False,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": None,
+        "repetition_penalty": 1.05,
+        "max_new_tokens": 99,
+    }
     assert spec_from_hf(LLAMA, generation).sampling_defaults == {
         "temperature": 0.6,
         "top_p": 0.9,
@@ -350,11 +377,13 @@ def test_sampling_defaults_are_taken_as_they_are():
         "repetition_penalty": 1.05,
         "max_tokens": 99,
     }
-    with pytest.raises(ModelFileError, match="generation_config.json: temperature: must be a finite number"):
+    with pytest.raises(ModelFileError, match=r"generation_config.json: temperature: must be a finite number"):
         spec_from_hf(LLAMA, {"temperature": "hot"})
 
 
-@pytest.mark.parametrize(("changes", "dtype"), [({"dtype": "float16"}, "float16"), ({"torch_dtype": "torch.bfloat16"}, "bfloat16"), ({}, "float32")])
+@pytest.mark.parametrize(
+    ("changes", "dtype"), [({"dtype": "float16"}, "float16"), ({"torch_dtype": "torch.bfloat16"}, "bfloat16"), ({}, "float32")]
+)
 def test_dtype_under_both_names(changes, dtype):
     assert spec_of(**changes).dtype == dtype
 

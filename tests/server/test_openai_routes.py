@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import BOS, END, VOCAB, Served
+from served import BOS, END, VOCAB, Served
 
 USER = [{"role": "user", "content": "hi"}]
 GOING_ON = {
@@ -204,6 +204,7 @@ def test_a62_n_out_of_range(server: Served) -> None:
     for n in (0, -1, 1000, "2", 1.5):
         assert error(server.post("completions", prompt="x", n=n))["param"] == "n"
     assert error(server.post("completions", prompt="x", n=3, best_of=2))["param"] == "best_of"
+    assert "100 x 100" in error(server.post("completions", prompt=["x"] * 100, n=100))["message"]
 
 
 def test_a63_prompts_times_samples(server: Served) -> None:

@@ -228,6 +228,8 @@ def test_continue_final_message(byte_level):
 def test_reserved_argument(byte_level):
     with pytest.raises(RequestError, match="a second time"):
         ChatTemplate(CHATML, byte_level).render(USER, messages=[])
+    with pytest.raises(RequestError, match=r"^tools: must be a list"):
+        ChatTemplate(RICH, byte_level).render(USER, tools={"name": "f"})
 
 
 # -- control tokens typed by users --------------------------------------------------------------------------------------

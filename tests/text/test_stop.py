@@ -81,7 +81,7 @@ def test_only_what_may_be_a_stop_is_held():
 def test_costs_do_not_grow_with_the_stop():
     """A text that is always one character short of a stop of 1,024: linear, 0.3 us a character on the reference CPU."""
     checker = StopChecker(["a" * 1023 + "b", "a" * 1024 + "c"])
-    begin = time.perf_counter()
+    begin = time.process_time()
     for _ in range(20_000):
         checker.push("a")
-    assert time.perf_counter() - begin < 1.0
+    assert time.process_time() - begin < 1.0

@@ -12,7 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from flatout.llm import LLM
 
 
-WARM_TOKENS = 4
 PROMPT = 128  # tokens before a decode
 
 
@@ -52,8 +51,11 @@ class Comparison:
     case: Case
     ours: float  # median tok/s: decoded tokens, or prompt tokens for a prefill
     theirs: float
-    ratio: float  # median over the turns: what disturbs the machine for longer than a turn hits both sides
-    agree: int  # leading greedy tokens of the first request that both engines chose
+    agree: int | None  # leading greedy tokens of the first request that both engines chose; None: their weights differ
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
 
 
 def configure(parser: Parser) -> None:
@@ -81,32 +83,33 @@ def run(args: Namespace) -> int:
         twin = Twin(llm)
         engines: tuple[Callable[[list[list[int]], int], Run], ...] = (lambda p, n: _ours(llm, p, n), lambda p, n: _theirs(twin, p, n))
         comparisons = [_compare(case, engines, args.repeats, llm.spec.vocab_size) for case in cases]
+        if not twin.same_weights:
+            comparisons = [replace(c, agree=None) for c in comparisons]
         facts = {"model": llm.facts.model, "dtype": llm.config.model.dtype, "threads": llm.config.device.threads, **twin.versions}
     if args.json:
-        print(json.dumps({**facts, "cases": [asdict(c) for c in comparisons]}, indent=1))
+        print(json.dumps({**facts, "cases": [{**asdict(c), "ratio": c.ratio} for c in comparisons]}, indent=1))
     else:
         print(", ".join(f"{key} {value}" for key, value in facts.items()))
-        rows = [(c.case.name, f"{c.ours:,.1f}", f"{c.theirs:,.1f}", f"{c.ratio:.2f}x", f"{c.agree} of {c.case.new}") for c in comparisons]
+        rows = [
+            (c.case.name, f"{c.ours:,.1f}", f"{c.theirs:,.1f}", f"{c.ratio:.2f}x", "-" if c.agree is None else f"{c.agree} of {c.case.new}")
+            for c in comparisons
+        ]
         columns = ("tok/s", "flatout", "Transformers", "ratio", "same greedy tokens")
         print("\n".join(table(columns, rows, widths=(18, 10, 12, 8, 18), left=1)))
     return int(args.check and any(c.ratio <= 1 for c in comparisons))
 
 
 def _compare(case: Case, engines: tuple[Callable[[list[list[int]], int], Run], ...], repeats: int, vocab_size: int) -> Comparison:
-    """Engines take turns on new prompts each time (so that no cache helps), after one short turn to warm up."""
+    """Engines take turns, on new prompts each time so that no cache helps; the first turn warms up and does not count."""
     rng = random.Random(case.name)
     runs: tuple[list[Run], list[Run]] = ([], [])
-    for turn in range(-1, repeats):
+    for _ in range(repeats + 1):
         prompts = [[rng.randrange(10, vocab_size) for _ in range(case.prompt)] for _ in range(case.batch)]
-        new = min(case.new, WARM_TOKENS) if turn < 0 else case.new
-        for engine, kept in zip(engines, runs):
-            result = engine(prompts, new)
-            if turn >= 0:
-                kept.append(result)
-    ours, theirs = ([_rate(case, run) for run in side] for side in runs)
-    ratio = median(a / b for a, b in zip(ours, theirs))
+        for engine, side in zip(engines, runs):
+            side.append(engine(prompts, case.new))
+    ours, theirs = (median(_rate(case, run) for run in side[1:]) for side in runs)
     agree = min(_common(a.tokens, b.tokens) for a, b in zip(*runs))
-    return Comparison(case, median(ours), median(theirs), ratio, agree)
+    return Comparison(case, ours, theirs, agree)
 
 
 def _rate(case: Case, run: Run) -> float:

@@ -1,7 +1,7 @@
 """Twin: the model of a loaded LLM in Transformers, to be measured against.
 
-A folder is loaded by Transformers itself; a GGUF file's weights are taken from our decoder (its own GGUF load takes 20 s), so both
-compute with the same numbers; random weights stay random. Transformers is imported here alone, when a Twin is made. Called by compare.py.
+A folder is loaded by Transformers itself; a GGUF file's and random weights are taken from our decoder (Transformers' own GGUF load takes
+20 s), so that both compute with the same numbers. Transformers is imported here alone, when a Twin is made. Called by compare.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ SEGMENTS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_
 
 
 class Twin:
-    """Raises ConfigError where Transformers is missing or the GGUF file's family is not one of FAMILIES."""
+    """`same_weights` is false where random weights of a family beyond FAMILIES could not be handed over: speeds compare, tokens do not.
+
+    Raises ConfigError where Transformers is missing or a GGUF file's family is not one of FAMILIES.
+    """
 
     def __init__(self, llm: LLM):
         try:
@@ -48,16 +51,17 @@ class Twin:
         source, auto = llm.engine.source, transformers.AutoModelForCausalLM
         dtype, device = getattr(torch, llm.config.model.dtype), llm.config.device.device
         model: Any
+        self.same_weights = True
         if source.kind == "hf":
             model = auto.from_pretrained(source.files[0].parent, dtype=dtype)
         elif source.kind == "dummy":
             model = auto.from_config(transformers.AutoConfig.from_pretrained(source.files[0]), dtype=dtype)
+            self.same_weights = llm.spec.family in FAMILIES
+            if self.same_weights:
+                _fill(model, llm)
         else:
             model = auto.from_config(_config(transformers, llm.spec), dtype=dtype)
-            weights = _weights(llm.engine.runner.decoder.destinations())
-            wrong = [key for keys in model.load_state_dict(weights, strict=False) for key in keys]
-            if set(wrong) - ({"lm_head.weight"} if llm.spec.tie_embeddings else set()):
-                raise ConfigError(f"--model: Transformers' {type(model).__name__} does not fit {llm.facts.model}: {', '.join(wrong)}")
+            _fill(model, llm)
         self.model = model.to(device).eval()
         self.model.generation_config.eos_token_id = None  # full output length
         self.model.generation_config.pad_token_id = 0
@@ -84,7 +88,7 @@ class Twin:
 
 def _config(transformers: Any, spec: ModelSpec) -> Any:
     """Transformers' config of a plain decoder."""
-    if spec.family not in FAMILIES or spec.moe is not None or len(spec.ropes) != 1 or spec.ropes[0].kind != "default":
+    if spec.family not in FAMILIES or len(spec.ropes) != 1 or spec.ropes[0].kind != "default":
         raise ConfigError(
             f"--model: of GGUF files bench compare takes {', '.join(FAMILIES)} with plain rope; give the model's folder instead"
         )
@@ -103,6 +107,13 @@ def _config(transformers: Any, spec: ModelSpec) -> Any:
         bos_token_id=spec.bos_id,
         eos_token_id=None,
     )
+
+
+def _fill(model: Any, llm: LLM) -> None:
+    """Our weights into Transformers' model; ConfigError unless every parameter of both has its counterpart."""
+    wrong = [key for keys in model.load_state_dict(_weights(llm.engine.runner.decoder.destinations()), strict=False) for key in keys]
+    if set(wrong) - ({"lm_head.weight"} if llm.spec.tie_embeddings else set()):
+        raise ConfigError(f"--model: Transformers' {type(model).__name__} does not fit {llm.facts.model}: {', '.join(wrong)}")
 
 
 def _weights(destinations: dict[str, Destination]) -> dict[str, Tensor]:

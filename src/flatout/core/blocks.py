@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+MEMORY = 1024  # entries that what is kept for explaining a miss may hold beyond one for each block
+
 
 class BlockPool:
     """`num_blocks` blocks, numbered from 0. Every operation is O(1) a block."""
@@ -20,7 +22,7 @@ class BlockPool:
         self.releases = 0  # calls of release(): while it stands still, what did not fit still does not
         self.evictions = 0  # published blocks reused for something else
         self._by_hash: dict[bytes, int] = {}
-        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes lately evicted, as many as there are blocks
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # the last MEMORY + num_blocks hashes evicted
         # free blocks: those without a hash go first, the lowest number first at the start; then the least recently used
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -96,5 +98,5 @@ class BlockPool:
         self.evictions += 1
         self._evicted[digest] = None
         self._evicted.move_to_end(digest)
-        if len(self._evicted) > self.num_blocks:
+        if len(self._evicted) > MEMORY + self.num_blocks:
             self._evicted.popitem(last=False)

@@ -23,6 +23,10 @@ class Live:
     """One sequence between add() and its end."""
 
     request: Request
+    # three of the request's own, at hand for the loop over all rows
+    id: str
+    index: int
+    output_ids: list[int]
     group: Group
     rank: tuple[float, ...]  # by policy
     number: int  # order of arrival

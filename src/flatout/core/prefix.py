@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from flatout.core.blocks import BlockPool
+from flatout.core.blocks import MEMORY, BlockPool
 from flatout.request import Request
 
 MISS_OFF = "off"  # prefix caching is switched off
@@ -40,7 +40,9 @@ def tokens_of(request: Request, start: int, stop: int) -> list[int]:
     prompt = len(request.prompt_ids)
     if stop <= prompt:
         return request.prompt_ids[start:stop]
-    return request.prompt_ids[start:] + request.output_ids[max(start - prompt, 0) : stop - prompt]
+    if start >= prompt:
+        return request.output_ids[start - prompt : stop - prompt]
+    return request.prompt_ids[start:] + request.output_ids[: stop - prompt]
 
 
 class PrefixCache:
@@ -120,7 +122,7 @@ class PrefixCache:
         runs = self._runs.get(chain)
         if runs is None:
             self._runs[chain] = [run]
-            if len(self._runs) > self.pool.num_blocks + 1024:
+            if len(self._runs) > MEMORY + self.pool.num_blocks:
                 self._runs.popitem(last=False)
             return
         self._runs.move_to_end(chain)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count, repeat
 
 import numpy as np
 
@@ -44,7 +46,7 @@ class _Draft:
     slots: np.ndarray  # int32 [R]
     counts: np.ndarray  # int32 [R]
     admitted: list[Live] = field(default_factory=list)
-    gifts: list[tuple[int, int, list[int]]] = field(default_factory=list)  # slot, first column, blocks
+    gifts: list[tuple[int, int, int]] = field(default_factory=list)  # slot, column, block
     waiting: dict[str, int] = field(default_factory=dict)
 
     def keep(self, mask: np.ndarray) -> None:
@@ -152,6 +154,9 @@ class Scheduler:
             collects = request.index == 0 and request.params.prompt_logprobs is not None
             live = Live(
                 request,
+                request.id,
+                request.index,
+                request.output_ids,
                 group,
                 rank=self._rank(request),
                 number=self._arrivals,
@@ -280,7 +285,7 @@ class Scheduler:
         """Admit from the head of the line while slots, budget and blocks last. Nobody overtakes a head that has to wait."""
         left = self.budget - int(draft.counts.sum())
         chunks: list[int] = []
-        while self._waiting and not draft.waiting:
+        while self._waiting:
             live = self._waiting.first
             reason, shared = self._obstacle(live, left)
             if reason:
@@ -356,7 +361,7 @@ class Scheduler:
         return -(-tokens // self.block_size)
 
     def _give(self, request: Request, blocks: list[int], draft: _Draft) -> None:
-        draft.gifts.append((request.slot, len(request.blocks), blocks))
+        draft.gifts.extend(zip(repeat(request.slot), count(len(request.blocks)), blocks))
         request.blocks.extend(blocks)
         self.counts.room[request.slot] = len(request.blocks) * self.block_size
 
@@ -366,8 +371,7 @@ class Scheduler:
         reach = starts + counts
         samples = (reach == known) & (known < self.counts.limit[slots])
         requests = [live.request for live in draft.rows]
-        gifts = [(slot, first + i, block) for slot, first, blocks in draft.gifts for i, block in enumerate(blocks)]
-        table = np.array(gifts, np.int32).reshape(-1, 3).T.copy()
+        gifts = np.fromiter(chain.from_iterable(draft.gifts), np.int32, 3 * len(draft.gifts)).reshape(-1, 3).T.copy()
         plan = StepPlan(
             step=self._steps,
             slots=slots,
@@ -378,9 +382,9 @@ class Scheduler:
             out_positions=known - self.counts.prompt[slots],
             requests=requests,
             admitted=[live.request for live in draft.admitted],
-            block_slots=table[0],
-            block_columns=table[1],
-            block_ids=table[2],
+            block_slots=gifts[0],
+            block_columns=gifts[1],
+            block_ids=gifts[2],
             waiting=draft.waiting,
         )
         self.counts.advance(slots, reach, samples)
@@ -406,7 +410,7 @@ class Scheduler:
             live = flight.rows[row]
             if live.prompt_logprobs is not None:
                 logprobs.extend_prompt(live.prompt_logprobs, chunk, int(plan.starts[row]), live.request)
-        outputs = self._hand_out(flight, result, now)
+        outputs = self._hand_out(flight, in_place, result, now)
         # max_tokens 0: only the prompt was to be computed
         complete = in_place & ~plan.samples & (plan.starts + plan.counts == self.counts.limit[plan.slots])
         for row in np.flatnonzero(complete).tolist():
@@ -427,30 +431,32 @@ class Scheduler:
             if live.top is not None:
                 self.prefix.publish(live.request, live.top, int(before[row]), int(after[row]))
 
-    def _hand_out(self, flight: _Flight, result: StepResult, now: float) -> list[Output]:
+    def _hand_out(self, flight: _Flight, in_place: np.ndarray, result: StepResult, now: float) -> list[Output]:
         """Append each sampled token to its request, also to one preempted meanwhile, and end those that reach an end."""
+        sampled = np.flatnonzero(flight.plan.samples)
+        lives, tokens = [flight.rows[row] for row in sampled.tolist()], result.token_ids.tolist()
+        kept: Sequence[int] = range(len(tokens))
+        if not in_place[sampled].all():
+            kept = [i for i, live in enumerate(lives) if live.request.status is not Status.FINISHED]
+            self.counters.dropped_tokens += len(tokens) - len(kept)
+            lives, tokens = [lives[i] for i in kept], [tokens[i] for i in kept]
+            for live in lives:
+                live.owed = False
         outputs: list[Output] = []
-        finished, rows = Status.FINISHED, result.logprobs
-        sampled = np.flatnonzero(flight.plan.samples).tolist()
-        for i, (row, token) in enumerate(zip(sampled, result.token_ids.tolist())):
-            live = flight.rows[row]
-            request = live.request
-            if request.status is finished:
-                self.counters.dropped_tokens += 1
-                continue
-            ids = request.output_ids
-            ids.append(token)
-            live.owed = False
-            output = Output(request.id, request.index, [token])
+        for live, token in zip(lives, tokens):
+            live.output_ids.append(token)
+            output = Output(live.id, live.index, [token])
             outputs.append(output)
-            if rows is not None and request.params.logprobs is not None:
-                output.logprobs = [logprobs.position(rows, i, token, request.params.logprobs)]
             if not live.opened:
                 self._open(live, output, now)
-            if token in live.ending or len(ids) >= live.most:
-                reason, stop_reason = stop.verdict(request)
+            if token in live.ending or len(live.output_ids) >= live.most:
+                reason, stop_reason = stop.verdict(live.request)
                 if reason is not None:
                     self._close(live, output, reason, stop_reason, now)
+        if result.logprobs is not None:
+            for live, token, output, i in zip(lives, tokens, outputs, kept):
+                if live.request.params.logprobs is not None:
+                    output.logprobs = [logprobs.position(result.logprobs, i, token, live.request.params.logprobs)]
         self.counters.output_tokens += len(outputs)
         return outputs
 

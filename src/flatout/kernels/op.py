@@ -146,14 +146,13 @@ class Op:
 
     def __call__(self, *args: Any) -> None:
         recorder = getattr(_state, "recorder", None)
-        if recorder is not None:
-            recorder.record(self, args)
-        elif self.implementations:
+        if recorder is None:
             self.dispatch(*args)
         else:
-            self.reference(*args)
+            recorder.record(self, args)
 
     def dispatch(self, *args: Any) -> None:
+        """Run the chosen implementation. About 2 us on top of it."""
         if not self.implementations:
             return self.reference(*args)
         key = self.key(*args)

@@ -52,7 +52,12 @@ class Attention:
         if spec.qk_norm:
             widths = (q, kv) if spec.qk_norm == "full" else (spec.head_dim, spec.head_dim)
             self.q_norm, self.k_norm = (torch.empty(width, dtype=dtype, device=device) for width in widths)
+        heads, kv_heads = spec.num_heads + spec.num_kv_heads, spec.num_kv_heads
         self._qkv = workspace.rows("qkv", q + 2 * kv)
+        by_head = workspace.view("by head", self._qkv, lambda rows: rows.view(rows.shape[0], heads + kv_heads, spec.head_dim))
+        self._qk = workspace.view("qk", by_head, lambda rows: rows[:, :heads])
+        self._value = workspace.view("value", by_head, lambda rows: rows[:, heads:])
+        self._q = workspace.view("q", self._qkv, lambda rows: rows[:, :q])
         self._mixed = workspace.rows("mixed", q)
         self._out = workspace.rows("delta", hidden)
 
@@ -62,12 +67,14 @@ class Attention:
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden] -> [T, hidden] in the workspace; keys and values of the step's tokens are in the cache."""
-        qkv = self.qkv(self._qkv.now, x)
-        rope = None if self.rotary is None else self.rotary.rows
-        slots = batch.kv_slots[self.group]
-        rope_kv_write(qkv, self.k_cache, self.v_cache, slots, rope, self.q_norm, self.k_norm, self.eps, self.norm_offset)
+        self.qkv(self._qkv.now, x)
+        cos, sin = (None, None) if self.rotary is None else (self.rotary.cos, self.rotary.sin)
+        slots, k_cache, v_cache = batch.kv_slots[self.group], self.k_cache, self.v_cache
+        rope_kv_write(
+            self._qk.now, self._value.now, k_cache, v_cache, slots, cos, sin, self.q_norm, self.k_norm, self.eps, self.norm_offset
+        )
         mixed = self._mixed.now
-        attention(mixed, qkv[:, : mixed.shape[1]], self.k_cache, self.v_cache, batch.attention[self.group], self.scale, self.softcap)
+        attention(mixed, self._q.now, k_cache, v_cache, batch.attention[self.group], self.scale, self.softcap)
         return self.o(self._out.now, mixed)
 
     def destinations(self) -> dict[str, Destination]:

@@ -20,19 +20,25 @@ if TYPE_CHECKING:
 
 
 class Rotary:
-    """rows() of one rope: [T, 2 * dim], cos then sin, sin negated in its first half (kernels/rope.py swaps halves and multiplies)."""
+    """One rope: after select(), cos and sin [T, 1, dim] of the step's positions, sin negated in its first half (kernels/rope.py swaps halves)."""
 
     def __init__(self, rope: RopeSpec, index: int, max_positions: int, workspace: Workspace, *, dtype: torch.dtype, device: torch.device):
         self.table = table(rope, max_positions).to(device, dtype)
         self._rows = workspace.rows(f"rope{index}", 2 * rope.dim)
+        self._cos = workspace.view("cos", self._rows, lambda rows: rows[:, : rope.dim].unsqueeze(1))
+        self._sin = workspace.view("sin", self._rows, lambda rows: rows[:, rope.dim :].unsqueeze(1))
 
     def select(self, positions: Tensor) -> None:
         """Gather the rows of int64 positions [T]: once a step."""
         gather_rows(self._rows.now, self.table, positions)
 
     @property
-    def rows(self) -> Tensor:
-        return self._rows.now
+    def cos(self) -> Tensor:
+        return self._cos.now
+
+    @property
+    def sin(self) -> Tensor:
+        return self._sin.now
 
 
 def table(rope: RopeSpec, max_positions: int) -> Tensor:

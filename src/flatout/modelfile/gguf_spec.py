@@ -65,7 +65,7 @@ class _ModelKeys(Keys):
             if not value or any(v != value[0] for v in value):
                 raise self.error(key, "differs between layers, which is not supported")
             value = value[0]
-        return Keys({key: value}, self.where, {}).integer(key)
+        return Keys({} if value is None else {key: value}, self.where, {}).integer(key)
 
 
 def _plain(metadata: Metadata, key: str) -> Any:

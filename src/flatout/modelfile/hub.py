@@ -29,6 +29,7 @@ TEXT_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+TIMEOUT = 10  # seconds that the hub has for its first answer
 NETWORK_LIBRARIES = ("httpx", "httpx2", "requests", "urllib3")  # which one depends on huggingface_hub's version
 
 
@@ -42,10 +43,11 @@ def fetch(repo: str, *, choose: Callable[[list[str]], list[str]], revision: str 
         return _cached(hub, repo, revision, download_dir, "HF_HUB_OFFLINE is set")
     try:
         with _told(repo, revision):
-            files = hub.HfApi().list_repo_files(repo, revision=revision)
+            # not list_repo_files: it tries for half a minute before it says that there is no network
+            info = hub.HfApi().model_info(repo, revision=revision, timeout=TIMEOUT)
     except _Unreachable as e:
         return _cached(hub, repo, revision, download_dir, str(e))
-    chosen = choose(files)
+    chosen = choose([s.rfilename for s in info.siblings or []])
     try:
         with _told(repo, revision):
             return Path(
@@ -54,7 +56,7 @@ def fetch(repo: str, *, choose: Callable[[list[str]], list[str]], revision: str 
                 )
             )
     except _Unreachable as e:
-        raise ModelFileError(f"{repo}: the download broke off ({e}); run again, it goes on where it stopped") from None
+        raise ModelFileError(f"{repo}: the download broke off ({e}); run again, whole files are kept") from None
 
 
 def choose_model(files: list[str], repo: str, load_format: str, gguf: str | None) -> list[str]:
@@ -104,15 +106,17 @@ def _library() -> ModuleType:
 
 
 def _cached(hub: ModuleType, repo: str, revision: str | None, download_dir: str | None, why: str) -> Path:
+    from huggingface_hub import errors
+
     try:
         # the pattern keeps newer versions from asking for files that were never wanted; whether the weights are whole is checked later
         found = hub.snapshot_download(
             repo, revision=revision, cache_dir=download_dir, local_files_only=True, allow_patterns=["config.json"]
         )
-    except hub.errors.LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError:
         at = f" at revision {revision}" if revision else ""
         raise ModelFileError(f"{repo}: not in the hub cache{at}, and the hub cannot be reached ({why})") from None
-    except hub.errors.HFValidationError as e:
+    except errors.HFValidationError as e:
         raise ModelFileError(f"{repo}: not a hub name: {e}") from None
     return Path(found)
 

@@ -51,8 +51,11 @@ class Checkpoint:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of one file. ModelFileError: a header that is garbage, or that does not fit the file."""
-    size = path.stat().st_size
-    with path.open("rb") as f:
+    try:
+        size, f = path.stat().st_size, path.open("rb")
+    except OSError as e:
+        raise ModelFileError(f"{path}: cannot be read: {e.strerror or e}; incomplete download? fetch it again") from None
+    with f:
         prefix = f.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8:

@@ -1,6 +1,6 @@
 """ModelSpec: what a decoder-only model is, in one vocabulary for every family. Data only.
 
-hf.py and gguf_spec.py fill it from Hugging Face config keys and from GGUF metadata; nothing else reads those.
+hf_spec.py and gguf_spec.py fill it from Hugging Face config keys and from GGUF metadata; nothing else reads those.
 models/decoder.py builds the network from it, core/ and runner/memory.py size the cache by it.
 """
 

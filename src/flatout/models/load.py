@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flatout.layers.destination import Destination
@@ -161,7 +162,7 @@ def _run(moves: list[_Move], spec: ModelSpec) -> None:
     try:
         with ExitStack() as stack:
             files = dict.fromkeys(m.stored.file for m in moves if isinstance(m.stored, StoredTensor))
-            opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
+            opened = {file: stack.enter_context(_opened(file)) for file in files}
             pool = stack.enter_context(ThreadPoolExecutor(min(threads, MOST_READERS), "load"))
 
             def move_one(move: _Move) -> None:
@@ -176,6 +177,13 @@ def _run(moves: list[_Move], spec: ModelSpec) -> None:
                 pass
     finally:
         torch.set_num_threads(threads)
+
+
+def _opened(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as e:  # it checks the parts of the header that we do not read
+        raise ModelFileError(f"{file}: the safetensors header is not valid: {e}; fetch the file again") from None
 
 
 def _unpacked(move: _Move, stored: GGUFTensor) -> Iterator[tuple[_Move, Tensor]]:

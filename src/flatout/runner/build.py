@@ -37,7 +37,8 @@ class Built:
 def build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardware) -> Built:
     """`spec` with its rope lengths fixed (ModelSpec.for_length). Raises ModelFileError or ConfigError."""
     model, scheduler, block_size = config.model, config.scheduler, config.cache.block_size
-    assert model.max_model_len and scheduler.max_num_seqs and scheduler.max_num_batched_tokens and config.device.threads
+    longest, seqs, budget = model.max_model_len, scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    assert longest and seqs and budget and config.device.threads  # resolve() filled them
     device = torch.device(config.device.device)
     dtype = getattr(torch, model.dtype)
     torch.set_num_threads(config.device.threads)
@@ -57,29 +58,29 @@ def build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardwa
         spec,
         dtype=dtype,
         device=device,
-        max_tokens=scheduler.max_num_batched_tokens,
-        max_logits=scheduler.max_num_seqs,
-        max_model_len=model.max_model_len,
+        max_tokens=budget,
+        max_logits=seqs,
+        max_model_len=longest,
     )
     report = load_weights(decoder, source, seed=model.seed)
     phase("weights")
     backend = select_backend(config, spec)
-    max_blocks = -(-model.max_model_len // block_size)
-    runner = Runner(decoder, backend, max_slots=scheduler.max_num_seqs, max_blocks=max_blocks, block_size=block_size, device=device)
+    max_blocks = -(-longest // block_size)
+    runner = Runner(decoder, backend, max_slots=seqs, max_blocks=max_blocks, block_size=block_size, device=device)
     block_bytes = backend.kv_bytes_per_block(spec, block_size, dtype)
 
     def rehearse() -> int:
         decoder.bind(backend.allocate_kv(spec, 1, block_size, dtype, device))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        _warm_step(runner, rows=scheduler.max_num_seqs or 1, tokens=scheduler.max_num_batched_tokens or 1, logprobs=True)
+        _warm_step(runner, longest, seqs, budget, logprobs=True)
         return torch.cuda.max_memory_allocated() - before
 
     pool = size_pool(config, spec, hardware, block_bytes, decoder.weight_bytes(), rehearse)
     decoder.bind(backend.allocate_kv(spec, pool.num_blocks, block_size, dtype, device))
     phase("KV pool")
-    for rows, tokens in _warm_ladder(device, scheduler.max_num_seqs, scheduler.max_num_batched_tokens):
-        _warm_step(runner, rows, tokens)
+    for rows, tokens in _warm_ladder(device, seqs, budget):
+        _warm_step(runner, longest, rows, tokens)
     choices.save()
     phase("warm-up")
     return Built(runner, pool.num_blocks, decoder.weight_bytes(), [*report.lines(), pool.line], seconds)
@@ -92,9 +93,8 @@ def _warm_ladder(device: torch.device, seqs: int, budget: int) -> list[tuple[int
     return [(1, 1), (1, min(64, budget))]
 
 
-def _warm_step(runner: Runner, rows: int, tokens: int, logprobs: bool = False) -> None:
-    """A step on block 0 with greedy and sampled rows, `tokens` in all or as many as the rows' contexts hold; leaves only warm code."""
-    longest = runner.slots.host_tables.shape[1] * runner.block_size
+def _warm_step(runner: Runner, longest: int, rows: int, tokens: int, logprobs: bool = False) -> None:
+    """A step on block 0 with greedy and sampled rows, `tokens` in all or as many as contexts of `longest` hold; leaves only warm code."""
     counts = np.ones(rows, np.int32)
     counts += np.diff(np.minimum(np.arange(rows + 1) * (longest - 1), tokens - rows)).astype(np.int32)
     params = [SamplingParams(temperature=0.0, logprobs=MAX_LOGPROBS if logprobs else None), SamplingParams(temperature=1.0, top_p=0.9)]

@@ -52,7 +52,9 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, groups: int) -> 
         slot_of_token[late],
     ]
     staged = to_device(np.concatenate(parts, dtype=np.int64), slots.device)
-    token_ids, position, kv_slot, q_starts, kv_len, row_slots, sample_rows, sampled_slots, late_at, late_slots = staged.split([len(p) for p in parts])
+    token_ids, position, kv_slot, q_starts, kv_len, row_slots, sample_rows, sampled_slots, late_at, late_slots = staged.split(
+        [len(p) for p in parts]
+    )
     if len(late):
         token_ids[late_at] = slots.last_ids[late_slots]
 

@@ -24,7 +24,9 @@ class Pool:
     line: str  # the account in one line
 
 
-def size_pool(config: Config, spec: ModelSpec, hardware: Hardware, block_bytes: int, weight_bytes: int, rehearse: Callable[[], int]) -> Pool:
+def size_pool(
+    config: Config, spec: ModelSpec, hardware: Hardware, block_bytes: int, weight_bytes: int, rehearse: Callable[[], int]
+) -> Pool:
     """Blocks for the KV pool. `rehearse` runs the worst step on the GPU and returns its peak of transient bytes.
 
     Raises ConfigError when not even one block fits.

@@ -38,7 +38,9 @@ Handle = Callable[[], Timed]  # blocks until the step is done
 
 
 class Runner:
-    def __init__(self, decoder: Decoder, backend: AttentionBackend, *, max_slots: int, max_blocks: int, block_size: int, device: torch.device):
+    def __init__(
+        self, decoder: Decoder, backend: AttentionBackend, *, max_slots: int, max_blocks: int, block_size: int, device: torch.device
+    ):
         self.decoder = decoder
         self.device = device
         self.block_size = block_size

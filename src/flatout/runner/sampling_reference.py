@@ -106,8 +106,7 @@ def keep(logits: Sequence[float], temperature: float, min_p: float, top_k: int, 
         calls += [abs(held / mass - top_p), abs((held - weights[needed - 1]) / mass - top_p)]
         last = needed
     threshold = falling[last - 1]
-    if last < len(falling) and falling[last] < threshold:
-        calls.append((threshold - falling[last]) / temperature)
+    calls += [(threshold - x) / temperature for x in falling[last:] if x < threshold][:1]
     return [token for token, x in enumerate(logits) if x >= threshold], min(calls)
 
 

@@ -21,7 +21,11 @@ class Slots:
         self.last_ids = torch.zeros(max_slots, dtype=torch.int64, device=device)
         self.host_tables = np.zeros((max_slots, max_blocks), np.int32)
         # on the CPU the twin is the table itself
-        self.tables = torch.from_numpy(self.host_tables) if device.type == "cpu" else torch.zeros(max_slots, max_blocks, dtype=torch.int32, device=device)
+        self.tables = (
+            torch.from_numpy(self.host_tables)
+            if device.type == "cpu"
+            else torch.zeros(max_slots, max_blocks, dtype=torch.int32, device=device)
+        )
 
     def apply(self, plan: StepPlan) -> None:
         """Write the plan's newly given blocks into the tables."""

@@ -131,10 +131,10 @@ async def _serve(config: Config, server: ServerConfig, engine: str, listener: so
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     mailbox = FrontMailbox()
-    name = server.served_model_name or config.model.model
-    model = ServedModel(name, key=name, mailbox=mailbox)
-    models = {name: model}
-    mailbox.listen(lambda key, message: models[key].deliver(message))
+    model = ServedModel(server.served_model_name or config.model.model, key="engine-0", mailbox=mailbox)
+    models = {model.name: model}
+    engines = {m.key: m for m in models.values()}
+    mailbox.listen(lambda key, message: engines[key].deliver(message))
     http = _Http(uvicorn.Config(make_app(models, config, server), lifespan="off", log_config=None, access_log=False))
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     child = EngineProcess(mailbox.endpoint, model.key, engine, ended=model.down)
@@ -142,25 +142,34 @@ async def _serve(config: Config, server: ServerConfig, engine: str, listener: so
     stopped = asyncio.create_task(stop.wait())
     failure = None
     try:
-        await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({loading, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             await loading  # raises what it raised
             failure = model.trouble
             if failure is None:
                 _announce(model, listener, time.monotonic() - began)
-                await stopped
+                await asyncio.wait({stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            await serving
     finally:
-        http.should_exit = True  # nothing new; idle connections close
-        await asyncio.wait({serving}, timeout=REQUESTS_GRACE)
-        model.down("the server is shutting down")
+        await _stop_http(http, serving, model)
         model.send(Shutdown())
-        await asyncio.wait({serving}, timeout=ERRORS_GRACE)
-        serving.cancel()
         await child.stop(patience=0 if model.facts is None else ENGINE_GRACE)  # while it loads, it does not listen
         mailbox.close()
     if failure is not None:
         print(f"flatout: error: {failure}", file=sys.stderr)
     return 1 if failure else 0
+
+
+async def _stop_http(http: uvicorn.Server, serving: asyncio.Task[None], model: ServedModel) -> None:
+    """Open requests may end; those that don't hear why; clients that don't even read are cut off."""
+    http.should_exit = True  # nothing new from here on; idle connections close
+    await asyncio.wait({serving}, timeout=REQUESTS_GRACE)
+    model.down("the server is shutting down")
+    await asyncio.wait({serving}, timeout=ERRORS_GRACE)
+    for connection in list(http.server_state.connections):
+        connection.transport.abort()
+    await asyncio.wait({serving}, timeout=ERRORS_GRACE)
 
 
 async def _load(model: ServedModel, config: Config, child: EngineProcess) -> None:

@@ -78,7 +78,7 @@ def completion_order(models: Mapping[str, ServedModel], config: Config, raw: byt
         given["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     params = _params(body, facts, **given)
     order = Order(model, body)
-    prompts = prompts_of(body.prompt)
+    prompts = prompts_of(body.prompt, params.n)
     for i, prompt in enumerate(prompts):
         ids = prompt
         if isinstance(prompt, str) and body.add_special_tokens is False and model.tokenizer is not None:
@@ -143,9 +143,12 @@ def _open(models: Mapping[str, ServedModel], name: str | None) -> tuple[ServedMo
     return model, model.facts
 
 
-def _max_tokens(facts: ModelFacts, *asked: int | None, otherwise: int | None = None) -> Any:
-    """The first that says something: the request, the model's generation config, the route's default (None: as far as the context allows)."""
-    return next((m for m in asked if m is not None), facts.sampling_defaults.get("max_tokens", otherwise))
+def _max_tokens(facts: ModelFacts, *asked: int | None, otherwise: int | None = None) -> int | None:
+    """The first that says something: the request, the model's generation config, the route (None: as far as the context allows)."""
+    for limit in (*asked, facts.sampling_defaults.get("max_tokens")):
+        if limit is not None:
+            return int(limit)
+    return otherwise
 
 
 def _params(body: Body, facts: ModelFacts, **given: Any) -> SamplingParams:

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-
-MAX_PROMPTS = 2048  # prompts in one completions request
+MAX_CHOICES = 2048  # prompts x n in one request
 
 INVALID = "invalid_request_error"
 
@@ -224,16 +223,16 @@ def _field(path: str) -> str:
     return re.split(r"[.\[]", path)[0]
 
 
-def prompts_of(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a completions request, in order: text or ids each. Raises ApiError naming the position."""
+def prompts_of(prompt: Any, n: int = 1) -> list[str | list[int]]:
+    """The prompts of a completions request with n samples each, in order: text or ids. Raises ApiError naming the position."""
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and not isinstance(prompt[0], str | list)):
         prompt = [prompt]
     if not isinstance(prompt, list):
         raise _bad_prompt("prompt", f"must be a string, a list of strings, a list of token ids or a list of those, got {_kind(prompt)}")
     if not prompt:
         raise _bad_prompt("prompt", "must not be empty")
-    if len(prompt) > MAX_PROMPTS:
-        raise _bad_prompt("prompt", f"at most {MAX_PROMPTS} prompts in a request, got {len(prompt)}")
+    if len(prompt) * n > MAX_CHOICES:
+        raise _bad_prompt("prompt", f"at most {MAX_CHOICES} choices (prompts x n) in a request, got {len(prompt)} x {n}")
     one = len(prompt) == 1
     for i, item in enumerate(prompt):
         where = "prompt" if one else f"prompt[{i}]"

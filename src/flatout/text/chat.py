@@ -100,6 +100,8 @@ class ChatTemplate:
             )
         if "messages" in arguments:
             raise RequestError("messages", "cannot be given to the template a second time, as an argument")
+        if tools is not None:
+            _list("tools", tools)
         if continue_final_message:
             chat = [*chat[:-1], self._with_open_end(chat[-1])]
         template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]

@@ -29,8 +29,8 @@ class Detokenizer:
             if len(tail) >= LONGEST_CHARACTER:
                 break
             tail = tokenizer.bytes_of((id,), skip_special_tokens) + tail
-        self._text = BytesToText(tokenizer.spelling, at_start=not tail)
-        self._text.push(tail)  # leaves the bytes of an unfinished character; the text itself is the prompt's
+        self._text = BytesToText(tokenizer.spelling)
+        self._text.push(tail)  # the prompt's own text; what stays is an unfinished character, and that the text has begun
 
     def push(self, ids: Iterable[int]) -> str:
         """Text that became certain. An unfinished character waits for its other bytes."""

@@ -88,10 +88,9 @@ class BytesToText:
     characters in it too; no stream could take those back, so here only the invalid bytes do.
     """
 
-    def __init__(self, spelling: Spelling, at_start: bool = True):
-        """`at_start`: the text begins here, so the spaces that encoding puts at a start are dropped."""
+    def __init__(self, spelling: Spelling):
         self._decode = codecs.getincrementaldecoder("utf-8")(EACH_BYTE if spelling.byte_fallback else "replace").decode
-        self._strip = spelling.strip if at_start else 0
+        self._strip = spelling.strip  # spaces still to be dropped, until the first other byte
 
     def push(self, data: bytes) -> str:
         if self._strip and data:

@@ -26,14 +26,15 @@ class Sequence:
 
 
 class Network:
-    """`scattered`: blocks are handed out in a shuffled order, so that rows' blocks follow one another only by chance."""
+    """On the decoder's device. `scattered`: blocks are handed out in a shuffled order, so that rows' blocks follow one another only by chance."""
 
     def __init__(
         self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 256, dtype: torch.dtype = torch.float32, scattered: bool = False
     ):
         self.decoder, self.block_size = decoder, block_size
+        self.device = decoder.embed.weight.device
         self.backend = TorchBackend(decoder.spec, block_size)
-        decoder.bind(self.backend.allocate_kv(decoder.spec, num_blocks, block_size, dtype, CPU))
+        decoder.bind(self.backend.allocate_kv(decoder.spec, num_blocks, block_size, dtype, self.device))
         self.groups = len(decoder.spec.cache_groups())
         self.free = list(range(num_blocks - 1, 0, -1))
         if scattered:
@@ -52,16 +53,13 @@ class Network:
             table[i, : len(sequence.blocks)] = sequence.blocks
         positions = np.concatenate([np.arange(k - q, k) for q, k in zip(q_lens, kv_lens)])
         row = np.repeat(np.arange(len(rows)), q_lens)
-        slots = torch.from_numpy(table[row, positions // size].astype(np.int64) * size + positions % size)
-        batch = ForwardBatch(
-            tokens=torch.tensor([i for _, ids in rows for i in ids]),
-            positions=torch.from_numpy(positions.astype(np.int64)),
-            q_starts=torch.from_numpy(np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)),
-            kv_lens=torch.from_numpy(kv_lens),
-            block_tables=(torch.from_numpy(table),) * self.groups,
-            kv_slots=(slots,) * self.groups,
-            sample_rows=torch.arange(len(positions)),
-        )
+        slots = table[row, positions // size].astype(np.int64) * size + positions % size
+        tokens = np.array([i for _, ids in rows for i in ids])
+        starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+        arrays = (tokens, positions.astype(np.int64), starts, kv_lens, table, slots, np.arange(len(positions)))
+        tokens_, positions_, starts_, kv_lens_, table_, slots_, sampled = (torch.from_numpy(a).to(self.device) for a in arrays)
+        groups = self.groups
+        batch = ForwardBatch(tokens_, positions_, starts_, kv_lens_, (table_,) * groups, (slots_,) * groups, sampled)
         return batch, HostBatch(q_lens, kv_lens, (table,) * self.groups)
 
     def step(self, rows: list[tuple[Sequence, list[int]]]) -> list[np.ndarray]:
@@ -73,7 +71,7 @@ class Network:
             pieces = [self.decoder.logits(hidden, rows).clone() for rows in batch.sample_rows.split(self.decoder.max_logits)]
         for sequence, ids in rows:
             sequence.length += len(ids)
-        return [p.numpy() for p in torch.cat(pieces).split([len(ids) for _, ids in rows])]
+        return [p.cpu().numpy() for p in torch.cat(pieces).split([len(ids) for _, ids in rows])]
 
     def forced(self, ids: list[int], chunks: list[int] | None = None) -> np.ndarray:
         """Logits at every position of one sequence, given whole or in chunks of these lengths (the last: the rest)."""
@@ -93,9 +91,9 @@ def build(
     return Decoder(spec, dtype=dtype, device=device, max_tokens=max_tokens, max_logits=64, max_model_len=max_model_len)
 
 
-def load(path: Path, *, max_model_len: int = 1024, dtype: torch.dtype = torch.float32, **options) -> Network:
+def load(path: Path, *, max_model_len: int = 1024, dtype: torch.dtype = torch.float32, device: torch.device = CPU, **options) -> Network:
     """A checkpoint loaded as the engine loads it."""
     source = resolve_model(ModelConfig(model=str(path)))
-    decoder = build(source.spec, max_model_len=max_model_len, dtype=dtype)
+    decoder = build(source.spec, max_model_len=max_model_len, dtype=dtype, device=device)
     load_weights(decoder, source)
     return Network(decoder, dtype=dtype, **options)

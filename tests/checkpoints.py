@@ -95,22 +95,23 @@ def make(family: str, tmp_path: Path, **overrides: Any) -> Path:
 @torch.no_grad()
 def _shake(model: torch.nn.Module) -> None:
     """Values with some spread everywhere; see the module's head."""
+    stored_minus_1 = float(model.config.model_type.startswith("gemma"))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.normal_(0, 0.5)
-        elif parameter.dim() == 1:  # norm weights; Gemma's are stored minus 1, and so lie further from neutral
-            parameter.uniform_(0.5, 1.5)
+        elif parameter.dim() == 1:  # norm weights
+            scale = 4.0 if name == "model.norm.weight" else 1.0
+            parameter.uniform_(0.5, 1.5).mul_(scale).sub_(stored_minus_1)
         else:
             parameter.normal_(0, 0.12)
-    model.get_parameter("model.norm.weight").mul_(4.0)
 
 
 @functools.lru_cache(maxsize=4)
-def reference_model(path: Path, rope_length: int | None = None) -> Any:
-    """Transformers' model of a checkpoint in float32. rope_length: fix length-dependent rotary frequencies for this length."""
+def reference_model(path: Path, rope_length: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """Transformers' model of a checkpoint. rope_length: fix length-dependent rotary frequencies for this length."""
     config = transformers.AutoConfig.from_pretrained(path)
     attention = "eager" if config.model_type in EAGER else "sdpa"
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention).eval()
     if rope_length is not None:
         rotary = model.model.rotary_emb
         rotary.inv_freq, rotary.attention_scaling = ROPE_INIT_FUNCTIONS[rotary.rope_type](config, None, seq_len=rope_length)
@@ -119,6 +120,6 @@ def reference_model(path: Path, rope_length: int | None = None) -> Any:
 
 
 @torch.no_grad()
-def reference_logits(path: Path, ids: list[int], rope_length: int | None = None) -> np.ndarray:
-    """Transformers' float32 logits at every position, [T, V]."""
-    return reference_model(path, rope_length)(torch.tensor([ids])).logits[0].float().numpy()
+def reference_logits(path: Path, ids: list[int], rope_length: int | None = None, dtype: torch.dtype = torch.float32) -> np.ndarray:
+    """Transformers' logits at every position, float32 [T, V], its arithmetic in dtype."""
+    return reference_model(path, rope_length, dtype)(torch.tensor([ids])).logits[0].float().numpy()

@@ -1,0 +1,109 @@
+"""The server over the real engine and the default model, float32: the known ids, streams equal replies, nothing leaks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import Served
+
+KNOWN = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
+POOL = 32 * 16  # tokens
+
+
+@pytest.fixture(scope="module")
+def real(start: Callable[..., Served], default_model: Path) -> Served:
+    options = {"dtype": "float32", "threads": 1, "num_gpu_blocks_override": POOL // 16, "block_size": 16, "max_num_batched_tokens": 256}
+    return start(engine=None, model="smollm2", load_format="auto", server={"served_model_name": None}, **options)
+
+
+def ids_of(chunks: list[dict[str, Any]]) -> list[int]:
+    return [i for chunk in chunks for c in chunk["choices"] for i in c.get("token_ids", ())]
+
+
+@pytest.mark.parametrize("case", KNOWN[:2], ids=lambda c: c["messages"][-1]["content"][:20])
+def test_known_ids(real: Served, case: dict[str, Any]) -> None:
+    known = case["greedy_ids"][:8]
+    body = {"model": "smollm2", "messages": case["messages"], "temperature": 0, "max_tokens": len(known), "return_token_ids": True}
+    reply = real.post("chat/completions", **body).json()
+    assert reply["prompt_token_ids"] == case["prompt_ids"]
+    assert reply["choices"][0]["token_ids"] == known
+    chunks = real.stream("chat/completions", **body)
+    assert ids_of(chunks) == known
+    text = "".join(c["delta"].get("content", "") for chunk in chunks for c in chunk["choices"])
+    assert text == reply["choices"][0]["message"]["content"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == ("stop" if known == case["greedy_ids"] else "length")
+
+
+def test_a18_no_part_of_a_stop_gets_out(real: Served) -> None:
+    body = {"prompt": "Here is the English alphabet: A B C D E", "temperature": 0, "max_tokens": 8, "stop": [" F G H", " 6 7 8"]}
+    whole = real.complete(**body)["choices"][0]
+    chunks = real.stream("completions", **body)
+    assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == whole["text"] == ""
+    assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", " F G H")
+    assert real.complete(**{**body, "stop": None, "max_tokens": 3})["choices"][0]["text"] == " F G H"
+
+
+def test_a48_echo_with_logprobs(real: Served) -> None:
+    """Prompt values are the same whatever the cache holds, and those that generating gives."""
+    prompt = "The quick brown fox jumps over the lazy dog. 😊“x” The quick brown fox jumps"
+    asked = {"prompt": prompt, "echo": True, "logprobs": 1, "temperature": 0}
+    first, second = (real.complete(**asked, max_tokens=0)["choices"][0] for _ in range(2))
+    assert first == second and first["text"] == prompt
+    tokens = first["logprobs"]["tokens"]
+    data = b"".join(bytes.fromhex(t[6:].replace("\\x", "")) if t.startswith("bytes:") else t.encode() for t in tokens)
+    assert data.decode() == prompt and any(t.startswith("bytes:") for t in tokens)
+    longer = real.complete(**asked, max_tokens=3)["choices"][0]
+    again = real.complete(longer["text"], echo=True, logprobs=1, max_tokens=0)["choices"][0]["logprobs"]
+    assert again["tokens"] == longer["logprobs"]["tokens"]
+    for a, b in zip(again["token_logprobs"][1:], longer["logprobs"]["token_logprobs"][1:]):
+        assert a == pytest.approx(b, abs=1e-4)
+
+
+def test_a38_seeds(real: Served) -> None:
+    body = {"prompt": "Once", "temperature": 1.5, "max_tokens": 4}
+    with ThreadPoolExecutor(8) as pool:
+        seeded = list(pool.map(lambda _: real.complete(**body, seed=42)["choices"][0]["text"], range(3)))
+        free = list(pool.map(lambda _: real.complete(**body)["choices"][0]["text"], range(3)))
+    assert len(set(seeded)) == 1 and len(set(free)) > 1
+    samples = [c["text"] for c in real.complete(**body, seed=42, n=3)["choices"]]
+    assert samples[0] == seeded[0] and len(set(samples)) > 1
+
+
+def test_a_crowd_changes_nothing(real: Served) -> None:
+    bodies = [{"prompt": f"{i} and {i + 1} and", "temperature": 0, "max_tokens": 4, "logprobs": i % 3} for i in range(6)]
+    bodies[3] |= {"repetition_penalty": 1.5}
+    bodies[5] |= {"logit_bias": {"2": 100}}
+    alone = [real.complete(**body)["choices"] for body in bodies]
+    with ThreadPoolExecutor(8) as pool:
+        crowd = list(pool.map(lambda body: real.complete(**body)["choices"], bodies))
+    for a, b in zip(alone, crowd):
+        assert a[0]["text"] == b[0]["text"] and a[0]["finish_reason"] == b[0]["finish_reason"]
+    assert alone[5][0]["finish_reason"] == "stop" and alone[5][0]["text"] == ""
+
+
+def test_b01_clients_that_leave_free_everything(real: Served) -> None:
+    long = {"prompt": [5] * 150, "max_tokens": 350, "ignore_eos": True}
+    raws = [real.connect({**long, "stream": i % 2 == 0, "n": 1 + i % 3}) for i in range(9)]
+    time.sleep(0.5)
+    for raw in raws:
+        raw.close()
+    whole = real.complete([7] * (POOL - 1), max_tokens=50)  # needs every block of the pool
+    assert whole["usage"]["prompt_tokens"] == POOL - 1 and whole["choices"][0]["finish_reason"] == "length"
+    cached = real.complete([7] * 100, max_tokens=1)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == 96
+
+
+def test_refusals(real: Served) -> None:
+    """What the model can't do is a 400 with the numbers, and the next request works."""
+    for prompt, says in (([49152], "49152"), ([9] * (POOL + 1), str(POOL)), ("word " * 9000, "8192"), ([], "empty"), ("", "empty")):
+        reply = real.post("completions", prompt=prompt, max_tokens=2)
+        assert reply.status_code == 400 and says in reply.json()["error"]["message"], reply.text
+    reply = real.post("completions", prompt="x", logit_bias={"49152": 1})
+    assert reply.status_code == 400 and "49152" in reply.json()["error"]["message"]
+    assert real.complete("1 2 3 4", max_tokens=4, temperature=0)["choices"][0]["text"] == " 5 6"
