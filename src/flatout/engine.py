@@ -43,7 +43,7 @@ class Engine:
     def __init__(self, config: Config, source: ModelSource | None = None):
         begin = time.perf_counter()
         self.source = source or resolve_model(config.model)
-        hardware = detect()
+        hardware = detect(config.device.device)
         self.config, self.decisions = resolve(config, self.source.spec, hardware)
         model, cache, scheduler = self.config.model, self.config.cache, self.config.scheduler
         assert model.max_model_len and scheduler.max_num_seqs and scheduler.max_num_batched_tokens

@@ -125,9 +125,9 @@ class SamplingParams:
         self.allowed_token_ids = self._ids("allowed_token_ids", self.allowed_token_ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids", "must not be empty: nothing could be sampled")
-        if self.bad_words is not None:
-            if not isinstance(self.bad_words, list) or not all(isinstance(w, str) and w for w in self.bad_words):
-                raise RequestError("bad_words", "must be a list of non-empty strings")
+        words = self.bad_words
+        if words is not None and not (isinstance(words, list) and all(isinstance(w, str) and w for w in words)):
+            raise RequestError("bad_words", "must be a list of non-empty strings")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, f"must be true or false, got {getattr(self, name)!r}")

@@ -31,7 +31,13 @@ def check(path, prompt: list[int], ids: list[int]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_ids(family, folder):
     path = make(family, folder)
-    options = {"block_size": BLOCK, "max_num_batched_tokens": BUDGET, "max_num_seqs": 8, "max_model_len": 256, "num_gpu_blocks_override": 128}
+    options = {
+        "block_size": BLOCK,
+        "max_num_batched_tokens": BUDGET,
+        "max_num_seqs": 8,
+        "max_model_len": 256,
+        "num_gpu_blocks_override": 128,
+    }
     with LLM(str(path), dtype="float32", device="cpu", **options) as llm:
         alone = [llm.generate([prompt], GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
         together = llm.generate([*PROMPTS[:3], *OTHERS, *PROMPTS[3:]], GREEDY, cache_salt="together")

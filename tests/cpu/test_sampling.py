@@ -205,7 +205,7 @@ def test_penalties_at_both_signs(path):
 
 def test_short_histories_beside_long_ones():
     """A row's penalties end where its own history ends: token 0 is the padding of fresh rows and keeps its lead."""
-    logits = torch.tensor([[3.0, 2.0, 1.0]]).repeat(4, 1)
+    logits = torch.tensor([[3.0, 1.0, 2.0]]).repeat(4, 1)
     sampler = Sampler(3, 4, CPU)
     sampler.admit(0, request(temperature=0, repetition_penalty=2.0, prompt_ids=[1], output_ids=[2] * 50))
     sampler.admit(1, request(temperature=0, repetition_penalty=2.0, prompt_ids=[1]))

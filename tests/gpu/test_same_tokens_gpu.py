@@ -26,7 +26,9 @@ def excused(ids: list[int], case: dict) -> int:
     return 1
 
 
-@pytest.mark.parametrize("options", ({}, {"async_scheduling": False, "enable_prefix_caching": False}, {"max_num_batched_tokens": 64, "max_num_seqs": 16}))
+@pytest.mark.parametrize(
+    "options", ({}, {"async_scheduling": False, "enable_prefix_caching": False}, {"max_num_batched_tokens": 64, "max_num_seqs": 16})
+)
 def test_default_model_float32(default_model, options):
     with LLM("smollm2", dtype="float32", max_model_len=1024, gpu_memory_utilization=0.3, **options) as llm:
         params = [SamplingParams(temperature=0, max_tokens=len(c["greedy_ids"])) for c in CASES]
@@ -42,7 +44,9 @@ def test_default_model_bfloat16(default_model):
         results = llm.generate([c["prompt_ids"] for c in CASES], params)
         for result, case in zip(results, CASES):
             assert result.outputs[0].token_ids[: case["safe_prefix"]] == case["greedy_ids"][: case["safe_prefix"]]
-        print("free runs equal to float32:", sum(r.outputs[0].token_ids == c["greedy_ids"] for r, c in zip(results, CASES)), "of", len(CASES))
+        print(
+            "free runs equal to float32:", sum(r.outputs[0].token_ids == c["greedy_ids"] for r, c in zip(results, CASES)), "of", len(CASES)
+        )
 
 
 @pytest.mark.parametrize("family", ("llama", "mistral", "mixtral", "qwen2_moe", "qwen3", "phi3", "gemma2", "gemma3", "olmo2", "granite"))

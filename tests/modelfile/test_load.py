@@ -101,6 +101,15 @@ def test_padded_vocabulary_needs_the_embeddings_own_size(llama):
     refused(llama, r"weight: shape \[96, 64\] where \[90, 64\] is expected; set vocab_size to 96, .*vocab_size is 90")
 
 
+def test_sizes_far_beyond_the_file_are_refused_before_memory_is_asked_for(llama, tmp_path):
+    change_config(llama, intermediate_size=10**9)
+    refused(llama, r"llama: the config describes [\d,.]+ M parameters but 0.1 M are there; they do not belong together")
+    path = write_gguf(model_of(config_of("qwen3_moe")), tmp_path / "m.gguf")
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(b"qwen3moe.expert_count\x04\0\0\0\x04", b"qwen3moe.expert_count\x04\0\0\0\xff"))
+    refused(path, "m.gguf: the metadata describes")
+
+
 def test_two_tensors_for_one_parameter_are_refused(tmp_path):
     save(model_of(config_of("phi3")), tmp_path)
     edit(tmp_path, lambda t: t.update({"model.layers.0.mlp.gate_proj.weight": torch.zeros(96, 64)}))

@@ -89,6 +89,7 @@ def test_every_family_loads_what_transformers_saved(family, tmp_path):
     assert_equal(found, expected(model, family))
     assert report.used == len(source.tensors) and not report.skipped
     assert report.parameters["float32"] == sum(p.numel() for p in model.parameters())
+    assert source.spec.num_parameters == sum(p.numel() for p in model.parameters() if p.dim() > 1)
     assert 7 <= len(report.lines()) <= 14
 
 

@@ -18,6 +18,7 @@ import openai
 
 BOS, START, END, ADDED = 256, 257, 258, 259
 VOCAB = 272
+USER = [{"role": "user", "content": "hi"}]  # the script answers abcdef...
 
 
 @dataclass
@@ -124,3 +125,28 @@ def healthy(served: Served) -> bool:
         return served.http.get("/health").status_code == 200
     except httpx.TransportError:
         return False
+
+
+def strict(text: str) -> Any:
+    """JSON without NaN and Infinity."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} in JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def error(reply: Any, status: int = 400) -> dict[str, Any]:
+    assert reply.status_code == status, reply.text
+    body = strict(reply.text)
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+def joined(chunks: list[dict[str, Any]], choice: int = 0) -> str:
+    texts = []
+    for chunk in chunks:
+        for c in chunk["choices"]:
+            if c["index"] == choice:
+                texts.append(c["text"] if "text" in c else c["delta"].get("content", ""))
+    return "".join(texts)

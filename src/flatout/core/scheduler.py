@@ -11,7 +11,6 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count, repeat
 
 import numpy as np
 
@@ -46,7 +45,7 @@ class _Draft:
     slots: np.ndarray  # int32 [R]
     counts: np.ndarray  # int32 [R]
     admitted: list[Live] = field(default_factory=list)
-    gifts: list[tuple[int, int, int]] = field(default_factory=list)  # slot, column, block
+    gifts: list[int] = field(default_factory=list)  # slot, column and block of each newly given block, end to end
     waiting: dict[str, int] = field(default_factory=dict)
 
     def keep(self, mask: np.ndarray) -> None:
@@ -361,8 +360,9 @@ class Scheduler:
         return -(-tokens // self.block_size)
 
     def _give(self, request: Request, blocks: list[int], draft: _Draft) -> None:
-        draft.gifts.extend(zip(repeat(request.slot), count(len(request.blocks)), blocks))
-        request.blocks.extend(blocks)
+        for column, block in enumerate(blocks, len(request.blocks)):
+            draft.gifts += request.slot, column, block
+        request.blocks += blocks
         self.counts.room[request.slot] = len(request.blocks) * self.block_size
 
     def _plan(self, draft: _Draft) -> StepPlan:
@@ -371,7 +371,7 @@ class Scheduler:
         reach = starts + counts
         samples = (reach == known) & (known < self.counts.limit[slots])
         requests = [live.request for live in draft.rows]
-        gifts = np.fromiter(chain.from_iterable(draft.gifts), np.int32, 3 * len(draft.gifts)).reshape(-1, 3).T.copy()
+        gifts = np.array(draft.gifts, np.int32).reshape(-1, 3).T.copy()
         plan = StepPlan(
             step=self._steps,
             slots=slots,

@@ -86,17 +86,17 @@ def penalise(logits: Tensor, history: Tensor, spans: Tensor, penalties: Tensor, 
     column = torch.arange(longest, device=logits.device).unsqueeze(0)
     # Padding repeats a row's last token and all writes to one cell are equal, so repeated tokens do no harm.
     token = history[source, torch.minimum(column, (total - 1).clamp_(min=0))].long()
-    cell = row * logits.shape[1] + token
-    before = cells[cell]
+    cell = (row * logits.shape[1] + token).view(-1)
+    before = cells[cell].view(token.shape)
     # The cells themselves count the output tokens: a table of counts by vocabulary would cost more than everything else here.
-    cells[cell] = 0.0
+    cells.index_fill_(0, cell, 0.0)
     is_output = ((column >= prompt) & (column < total)).float()
-    cells.scatter_add_(0, cell.view(-1), is_output.view(-1))
-    count = cells[cell]
+    cells.scatter_add_(0, cell, is_output.view(-1))
+    count = cells[cell].view(token.shape)
     after = torch.where(before > 0, before / repetition, before * repetition)
     after -= frequency * count
     after -= presence * (count > 0)
-    cells[cell] = torch.where(total > 0, after, before)
+    cells[cell] = torch.where(total > 0, after, before).view(-1)
 
 
 @op(cost=_ban_tokens_cost, outs=("logits",))

@@ -193,7 +193,7 @@ class _Reader:
         try:
             for _ in range(count):
                 at += 8 + length_at(view, at)[0]
-        except struct.error:
+        except (struct.error, OverflowError):
             at = self.size + 1
         return _Strings(self.need(at - self.at, key), at, count)
 

@@ -24,7 +24,7 @@ def rope_of(c: Keys, family: str, head_dim: int, *, sliding: bool, notices: list
     given, theta = _parameters(c, family, sliding)
     r = Keys(given, f"{c.where}, {'rope_parameters' if 'rope_parameters' in c.values else 'rope_scaling'}", {"rope_theta": theta})
     kind = r.get("rope_type") or r.get("type") or "default"
-    if family == "phi3":
+    if family == "phi3" and isinstance(kind, str):
         kind = PHI3_OLD_NAMES.get(kind, kind)
     if kind not in KINDS:
         raise r.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(KINDS)}")

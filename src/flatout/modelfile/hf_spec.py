@@ -83,6 +83,8 @@ def _nope(c: Keys) -> list[bool]:
 
 def _moe_layers(c: Keys) -> list[bool]:
     step, dense = c.integer("decoder_sparse_step"), c.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise c.error("mlp_only_layers", f"must be a list of layer numbers, got {dense!r}")
     return [i not in dense and (i + 1) % step == 0 for i in range(c.integer("num_hidden_layers"))]
 
 
@@ -388,8 +390,8 @@ def _architecture(config: dict[str, Any], where: str) -> str:
     named = config.get("architectures")
     names = named if isinstance(named, list) and named else [MODEL_TYPES.get(str(config.get("model_type")))]
     for name in names:
-        if name in ARCHITECTURES:
-            return str(name)
+        if isinstance(name, str) and name in ARCHITECTURES:
+            return name
     if names == [None] and config.get("model_type") is None:
         raise ModelFileError(
             f"{where}: neither 'architectures' nor 'model_type' is there, so the kind of model is unknown; is it a model's config?"

@@ -7,10 +7,11 @@ too. Called by engine.py, server/launch.py and `flatout pull`; models/load.py re
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,9 @@ def _gguf(config: ModelConfig, path: Path) -> ModelSource:
     if config.load_format == "dummy":
         raise ModelFileError(f"{path}: --load-format dummy needs a config.json (or the folder that holds one)")
     file = GGUFFile(path)
-    return ModelSource(config.model, "gguf", spec_from_gguf(file), file.files, path, gguf=file)
+    spec = spec_from_gguf(file)
+    _check_sizes(spec, path, "metadata", (t.shape for t in file.tensors.values()))
+    return ModelSource(config.model, "gguf", spec, file.files, path, gguf=file)
 
 
 def _hf(config: ModelConfig, folder: Path) -> ModelSource:
@@ -133,6 +136,8 @@ def _hf(config: ModelConfig, folder: Path) -> ModelSource:
     if not declared_dtype(values):
         spec = replace(spec, dtype=_stored_dtype(checkpoint))
     spec = _settle_head(spec, checkpoint, notices)
+    if not spec.quantization:
+        _check_sizes(spec, folder, "config", (t.shape for t in checkpoint.tensors.values()))
     return ModelSource(config.model, "hf", spec, checkpoint.files, _tokenizer_of(folder, notices), tuple(notices), checkpoint.tensors)
 
 
@@ -170,6 +175,16 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
     for tensor in checkpoint.tensors.values():
         sizes[tensor.dtype] += tensor.nbytes
     return next((STORED_DTYPES[d] for d, _ in sizes.most_common() if d in STORED_DTYPES), "float32")
+
+
+def _check_sizes(spec: ModelSpec, where: Path, what: str, shapes: Iterable[tuple[int, ...]]) -> None:
+    """Sizes far beyond what the file holds are garbage: refused before anyone makes room for them. Lesser contradictions are named by the loader."""
+    held = sum(map(math.prod, shapes))
+    if spec.num_parameters > 2 * held:
+        raise ModelFileError(
+            f"{where}: the {what} describes {spec.num_parameters / 1e6:,.1f} M parameters but {held / 1e6:,.1f} M are there; "
+            "they do not belong together, or the download is incomplete"
+        )
 
 
 def _settle_head(spec: ModelSpec, checkpoint: Checkpoint, notices: list[str]) -> ModelSpec:

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field, replace
 
 
 class ModelFileError(ValueError):
-    """A model file, config or name that cannot be used; the message names the file or key and the mend."""
+    """A model file, config or name that cannot be used; the message names the file or key and the mend. One line, whatever names a file holds."""
+
+    def __init__(self, message: str):
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,18 @@ class ModelSpec:
     @property
     def softmax_scale(self) -> float:
         return self.attn_scale or self.head_dim**-0.5
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all matrices; norms and biases, under a thousandth of a model, are left out."""
+        hidden, m = self.hidden_size, self.moe
+        attention = 2 * hidden * (self.q_size + self.kv_size)
+        dense = 3 * hidden * self.intermediate_size
+        experts = 3 * hidden * (m.num_experts * m.intermediate_size + m.shared_intermediate_size) if m else 0
+        experts += hidden * (m.num_experts + m.shared_gate) if m else 0
+        sparse = sum(layer.moe for layer in self.layers)
+        heads = 1 if self.tie_embeddings else 2
+        return heads * self.vocab_size * hidden + self.num_layers * attention + (self.num_layers - sparse) * dense + sparse * experts
 
     def cache_groups(self) -> list[CacheGroup]:
         """Layers by window, full first."""

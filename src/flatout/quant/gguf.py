@@ -144,6 +144,7 @@ def dequantize(raw: np.ndarray, kind: str, shape: tuple[int, ...], dtype: torch.
     for at in range(0, len(blocks), step):
         run = blocks[at : at + step]
         part = values[: len(run)]
-        packed.unpack(run, part)
+        with np.errstate(all="ignore"):  # a scale that is no number gives values that are none, without a warning
+            packed.unpack(run, part)
         flat[at * packed.elements : (at + len(run)) * packed.elements] = torch.from_numpy(part).view(-1)
     return out
