@@ -54,7 +54,7 @@ class PrefixCache:
         self._pack = struct.Struct(f"{block_size}i").pack  # half the time of array("i", tokens).tobytes()
         # hash of a chain -> the last few token runs (int32 bytes) that followed it, full blocks and tails
         self._runs: OrderedDict[bytes, list[bytes]] = OrderedDict()
-        self._coming: set[bytes] = set()  # first missing block of requests that are computing theirs
+        self._coming: set[bytes] = set()  # hash of the block that each running request missed first
 
     def match(self, request: Request, top: bytes, most: int) -> list[int]:
         """The longest cached chain of the request's blocks, at most `most` of them. Takes no reference."""
@@ -74,7 +74,6 @@ class PrefixCache:
             if index == len(hashes):
                 hashes.append(_digest(before, run))
             self.pool.publish(request.blocks[index], hashes[index])
-            self._coming.discard(hashes[index])
             self._remember(before, run)
 
     def leave(self, request: Request, top: bytes, computed: int) -> None:

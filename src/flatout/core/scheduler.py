@@ -65,8 +65,8 @@ class _Flight:
 class Scheduler:
     """Admits, plans, preempts and ends requests over `max_num_seqs` slots and `num_blocks` blocks of `block_size` tokens.
 
-    Between two schedule() calls there must be a commit() of the older plan, unless only one is uncommitted. Raises ValueError for
-    settings that cannot work together.
+    Call schedule() and commit() in turn, or one step ahead: schedule() once more before the first commit(). Plans are committed in order.
+    Raises ValueError for settings that cannot work together.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ class Sampler:
         rows, vocab = logits.shape
         if vocab != self.vocab_size or rows != len(slots) or logits.dtype != torch.float32 or not logits.is_contiguous():
             raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype} are not contiguous float32 [{len(slots)}, {self.vocab_size}]")
-        edited = [(row, edits) for row, slot in enumerate(slots.tolist()) if (edits := self._edits.get(slot))] if self._edits else []
+        edited = [(row, self._edits[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._edits]
         positions = out_positions.tolist()
         staged = _Staged(self.device)
         staged["edited"] = np.array([row for row, _ in edited], np.int64)
@@ -182,9 +182,8 @@ class Sampler:
             self._history.widen(max(needed))
         width = self._history.tokens.shape[1]
         longest = 0
-        words: list[
-            tuple[int, int, np.ndarray]
-        ] = []  # cell of the last token, where the next output token goes, the tokens before the last
+        # cell of the word's last token, cell of the history where the next output token goes, the tokens before the last
+        words: list[tuple[int, int, np.ndarray]] = []
         for row, edits in edited:
             position, first = positions[row], row * vocab
             if len(edits.bias_ids):
