@@ -10,8 +10,6 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach a hub; those with a local one unset this themselves
 
-DATA = Path(__file__).parent / "data"
-
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:

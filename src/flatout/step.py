@@ -29,7 +29,7 @@ class StepPlan:
     samples: np.ndarray  # bool [R] the row reaches its last known token and yields a new one
     out_positions: np.ndarray  # int32 [R] output index of the token the row would yield
     requests: list[Request]  # [R] whose rows these are; the runner never looks inside
-    admitted: list[Request] = field(default_factory=list)  # got a slot in this step (first time or after preemption)
+    admitted: list[Request] = field(default_factory=list)  # got a slot in this step (first time or resumed); theirs are the last rows
     # newly given blocks: table[slot, column] = block, for each cache group alike
     block_slots: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     block_columns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))

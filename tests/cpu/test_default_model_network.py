@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import DATA
 from network import load
+from paths import DATA
 
 GREEDY = json.loads((DATA / "smollm2_greedy.json").read_text())
 CASES = GREEDY["cases"] + GREEDY["cases_extra"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, make
-from conftest import DATA
 from network import Network, Sequence, build, load
+from paths import DATA
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.attention.sdpa import TorchBackend

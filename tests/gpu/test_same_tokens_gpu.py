@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import DATA
+from paths import DATA
 
 from flatout import LLM, SamplingParams
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import DATA
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from paths import DATA
 from vocabularies import TRICKY, byte_level_backend, gguf_metadata, sentencepiece_model
 
 from flatout.modelfile.spec import ModelFileError

@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 import pytest
-from conftest import DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import DATA
 from tokenizers import Regex, pre_tokenizers
 from vocabularies import TRICKY, byte_level_backend, byte_level_metadata, gguf_metadata, sentencepiece_model
 

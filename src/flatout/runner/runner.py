@@ -87,11 +87,12 @@ class Runner:
 
     def _execute(self, plan: StepPlan) -> tuple[_StepOutput, float]:
         begin = time.perf_counter()
-        for request in plan.admitted:
-            self.sampler.admit(request.slot, request)
-            self.prompts.pop(request.slot, None)
+        # admitted requests have the last rows. Their own `slot` may have changed by now: the engine's thread goes on meanwhile
+        for request, slot in zip(plan.admitted, plan.slots[len(plan.slots) - len(plan.admitted) :].tolist()):
+            self.sampler.admit(slot, request)
+            self.prompts.pop(slot, None)
             if request.params.prompt_logprobs is not None:
-                self.prompts[request.slot] = (np.asarray(request.prompt_ids, np.int64), request.params.prompt_logprobs)
+                self.prompts[slot] = (np.asarray(request.prompt_ids, np.int64), request.params.prompt_logprobs)
         self.slots.apply(plan)
         inputs = build_inputs(plan, self.slots, self.block_size, self.groups)
         inputs_s = time.perf_counter() - begin
