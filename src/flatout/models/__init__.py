@@ -1,1 +1,1 @@
-"""models"""
+"""The decoder, and the way from checkpoint names and files into it."""

@@ -1,1 +1,1 @@
-"""quant"""
+"""Schemes: how weights are stored and multiplied; dequantising of GGUF blocks."""
