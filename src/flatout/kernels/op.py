@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -227,6 +229,7 @@ class Choices:
 
     def open(self, path: Path) -> None:
         """Use this file (one per machine and library version). An unreadable file is measured anew."""
+        self.save()
         self._path = path
         try:
             loaded = json.loads(path.read_text())
@@ -242,14 +245,23 @@ class Choices:
         self._dirty = True
         return name
 
+    @property
+    def unsaved(self) -> bool:
+        """Something was measured since the file was read or written."""
+        return self._dirty
+
     def save(self) -> None:
-        """Called after warm-up, not from the step loop."""
-        if self._path is not None and self._dirty:
+        """Called after warm-up and at the end, not from the step loop."""
+        if self._path is None or not self._dirty:
+            return
+        self._dirty = False
+        temporary = self._path.with_suffix(f".{os.getpid()}")
+        try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_suffix(".tmp")
             temporary.write_text(json.dumps(self._names, indent=0, sort_keys=True))
             temporary.replace(self._path)
-            self._dirty = False
+        except OSError as error:
+            warnings.warn(f"{self._path}: {error.strerror}; implementations are measured anew at each start", stacklevel=2)
 
 
 choices = Choices()

@@ -14,7 +14,7 @@ import torch
 from flatout.attention.select import select_backend
 from flatout.config import Config, cache_dir
 from flatout.hardware import Hardware
-from flatout.kernels.op import choices
+from flatout.kernels.op import choices, shape_class
 from flatout.modelfile.sources import ModelSource
 from flatout.modelfile.spec import ModelSpec
 from flatout.models.decoder import Decoder
@@ -23,6 +23,8 @@ from flatout.request import MAX_LOGPROBS, Request, SamplingParams
 from flatout.runner.memory import size_pool
 from flatout.runner.runner import Runner
 from flatout.step import StepPlan
+
+MOST_WARMED = 64  # rows: beyond, implementations no longer differ
 
 
 @dataclass(slots=True)
@@ -79,15 +81,18 @@ def build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardwa
     pool = size_pool(config, spec, hardware, block_bytes, decoder.weight_bytes(), rehearse)
     decoder.bind(backend.allocate_kv(spec, pool.num_blocks, block_size, dtype, device))
     phase("KV pool")
-    for rows, tokens in _warm_ladder(device, seqs, budget):
+    for rows, tokens in _warm_steps(device, seqs, budget):
         _warm_step(runner, longest, rows, tokens)
+    if choices.unsaved:  # this model's shapes are new to this machine: measure the batches that users will make, once, not while they wait
+        for rows in sorted({shape_class(n) for n in range(2, min(seqs, budget, MOST_WARMED) + 1)}):
+            _warm_step(runner, longest, min(rows, seqs, budget), min(rows, seqs, budget))
     choices.save()
     phase("warm-up")
     return Built(runner, pool.num_blocks, decoder.weight_bytes(), [*report.lines(), pool.line], seconds)
 
 
-def _warm_ladder(device: torch.device, seqs: int, budget: int) -> list[tuple[int, int]]:
-    """(rows, tokens) of the steps rehearsed at start: what a first user meets. Each shape class's implementations are measured here, once."""
+def _warm_steps(device: torch.device, seqs: int, budget: int) -> list[tuple[int, int]]:
+    """(rows, tokens) of the steps rehearsed at every start: what a first user meets."""
     if device.type == "cuda":
         return [(1, 1), (min(seqs, budget), budget), (1, 1)]
     return [(1, 1), (1, min(64, budget))]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flatout.attention.backend import AttentionBackend
+from flatout.kernels.op import choices
 from flatout.models.decoder import Decoder
 from flatout.runner.graphs import Executor
 from flatout.runner.inputs import build_inputs
@@ -61,6 +62,7 @@ class Runner:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
+        choices.save()  # shapes first met while serving
 
     def _run_on_cpu(self, plan: StepPlan) -> Timed:
         begin = time.perf_counter()
