@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import resource
 import select
 import signal
 import socket
@@ -31,6 +32,16 @@ def test_generate_streams_an_answer_and_its_figures(capsys):
     report, last = captured.err.rstrip("\n").rsplit("\n", 1)
     assert FIGURES.search(last)
     assert "ready after" in report  # the proof of the load
+
+
+def test_from_start_to_first_token_takes_seconds():
+    """On the reference machine 2.9 s of wall time. CPU time is bounded here, twice what it takes, since a busy machine stretches the other."""
+    argv = [*FLATOUT, "generate", "Hi", "--quiet", "--max-tokens", "1", "--threads", "1"]
+    subprocess.run(argv, check=True, capture_output=True, timeout=LOAD_SECONDS)  # measures what is not known of this machine yet
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(argv, check=True, capture_output=True, timeout=LOAD_SECONDS)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 7
 
 
 def test_raw_text_from_a_pipe_and_quiet(capsys, monkeypatch):
