@@ -38,6 +38,16 @@ def test_default_model_float32(default_model, options):
             print("ties excused:", sum(excused(r.outputs[0].token_ids, c) for r, c in zip(results, CASES)))
 
 
+def test_a17_any_number_of_rows_gives_the_same_ids(default_model):
+    """Batch sizes between those that kernels and, later, captured graphs are made for."""
+    with LLM("smollm2", dtype="float32", max_model_len=1024, max_num_seqs=32, gpu_memory_utilization=0.3) as llm:
+        for rows in (1, 2, 3, 5, 7, 9, 17, 32, 33):
+            cases = [CASES[i % len(CASES)] for i in range(rows)]
+            params = [SamplingParams(temperature=0, max_tokens=len(c["greedy_ids"])) for c in cases]
+            results = llm.generate([c["prompt_ids"] for c in cases], params, cache_salt=str(rows))
+            print(rows, "rows, ties excused:", sum(excused(r.outputs[0].token_ids, c) for r, c in zip(results, cases)))
+
+
 def test_default_model_bfloat16(default_model):
     with LLM("smollm2", dtype="bfloat16", max_model_len=1024, gpu_memory_utilization=0.3) as llm:
         params = [SamplingParams(temperature=0, max_tokens=len(c["greedy_ids"])) for c in CASES]
