@@ -79,16 +79,20 @@ class Engine:
             "ready after " + ", ".join(f"{name} {s:.2f} s" for name, s in self.seconds.items()),
         ]
         self.records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
-        self._flight: _Flight | None = None
+        self._flights: deque[_Flight] = deque()  # oldest first; one is left in the air when stepping ahead
+        self._ahead = int(self.config.scheduler.async_scheduling)
         self._steps = 0
         self._failures = 0  # steps failed in a row
+        self._closed = False
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._flight is not None
+        return self.scheduler.has_work or bool(self._flights)
 
     def add(self, requests: list[Request]) -> None:
         """The n samples of one user request. Raises RequestError if they can never fit."""
+        if self._closed:
+            raise RuntimeError("the engine is closed; make a new one")
         self.scheduler.add(requests)
 
     def abort(self, id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT, stop_reason: str | None = None) -> None:
@@ -96,17 +100,19 @@ class Engine:
         self.scheduler.abort(id, index, reason, stop_reason)
 
     def step(self) -> list[Output]:
-        """Plan and launch a step, then commit one: the step before it, or itself when not async."""
+        """Plan and launch a step, then commit one: the step before it, or itself when not async.
+
+        Raises what the device raised when steps keep failing; the engine's books stay in order, whoever catches it.
+        """
         begin = time.perf_counter()
+        preempted = self.scheduler.counters.preemptions
         plan = self.scheduler.schedule(time.monotonic())
-        scheduled = time.perf_counter()
-        launched = None
         if plan is not None:
             self._steps += 1
             record = StepRecord(
                 step=self._steps,
                 start=begin,
-                schedule_s=scheduled - begin,
+                schedule_s=time.perf_counter() - begin,
                 tokens=plan.num_tokens,
                 rows=len(plan.slots),
                 prefill_tokens=int(plan.counts.sum() - plan.samples.sum()),
@@ -115,12 +121,13 @@ class Engine:
                 running=self.scheduler.num_running,
                 blocks_used=self.scheduler.blocks.num_used,
                 blocks_total=self.scheduler.blocks.num_blocks,
+                preempted=self.scheduler.counters.preemptions - preempted,
                 waiting=plan.waiting,
             )
-            launched = _Flight(plan, self._launch(plan), record)
-        if self.config.scheduler.async_scheduling:
-            launched, self._flight = self._flight, launched
-        return self._commit(launched) if launched is not None else []
+            self._flights.append(_Flight(plan, self._launch(plan), record))
+        if len(self._flights) > (self._ahead if plan is not None else 0):
+            return self._commit(self._flights.popleft())
+        return []
 
     def _launch(self, plan: StepPlan) -> Handle:
         """A step that fails to launch fails when it is committed, like one that fails on the device."""
@@ -151,18 +158,17 @@ class Engine:
         return outputs
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Output]:
-        """A step that raised ends the requests it held and nobody else's. A device that keeps failing ends the engine."""
+        """A step that raised ends the requests it held and nobody else's. A device that keeps failing is the caller's to know."""
+        ended = [r for request in plan.requests for r in self.scheduler.abort(request.id, request.index, FinishReason.ERROR)]
+        self.scheduler.commit(plan, StepResult(np.zeros(int(plan.samples.sum()), np.int64)), time.monotonic())
         self._failures += 1
         if self._failures >= FAILURES_ALLOWED:
             raise error
-        ended = [r for request in plan.requests for r in self.scheduler.abort(request.id, request.index, FinishReason.ERROR)]
-        self.scheduler.commit(plan, StepResult(np.zeros(int(plan.samples.sum()), np.int64)), time.monotonic())
         reason = f"the step failed: {type(error).__name__}: {error}"
         return [Output(r.id, r.index, [], finish_reason=FinishReason.ERROR, prompt_tokens=len(r.prompt_ids), error=reason) for r in ended]
 
     def close(self) -> None:
-        """Stop the compute thread. The device's memory goes with the object."""
-        if self._flight is not None:
-            self._flight.handle()
-            self._flight = None
+        """Stop the compute thread, when the steps in the air are done. The device's memory goes with the object."""
+        self._closed = True
+        self._flights.clear()
         self.runner.close()

@@ -7,11 +7,15 @@ cli/ and bench/.
 from __future__ import annotations
 
 import itertools
+import signal
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, TypeGuard
 
 from flatout.config import Config
@@ -84,7 +88,9 @@ class _Live:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    last: Output | None = None
+    first: Output | None = None
+    timing: Timing | None = None
+    error: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -98,8 +104,17 @@ class _Live:
         self.token_ids += ids
         self.logprobs += (output.logprobs or [])[: len(ids)]
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        self.last, self.finish_reason, self.stop_reason = output, reason, stop_reason
-        return StreamDelta(self.request.index, text, ids, reason, stop_reason, output.cached_tokens, output.timing)
+        self.first = self.first or output
+        self.error, self.finish_reason, self.stop_reason, self.timing = output.error, reason, stop_reason, output.timing
+        if reason is not None and self.timing is None:  # ended by a stop string, which the engine does not know yet
+            r = self.request
+            self.timing = Timing(r.arrival, r.first_scheduled, r.first_token, time.monotonic())
+        return StreamDelta(self.request.index, text, ids, reason, stop_reason, self.first.cached_tokens, self.timing)
+
+    def check(self) -> None:
+        """Raise if the engine failed on it: a cut answer must not pass for a whole one."""
+        if self.finish_reason == FinishReason.ERROR:
+            raise RuntimeError(f"request {self.request.id}: {self.error}")
 
 
 class LLM:
@@ -137,6 +152,8 @@ class LLM:
         params = self._params_for(several, sampling_params)
         if priority is not None and len(priority) != len(several):
             raise RequestError("priority", f"{len(priority)} given for {len(several)} prompts")
+        if priority is not None and self.config.scheduler.scheduling_policy != "priority":
+            raise RequestError("priority", "does nothing under --scheduling-policy fcfs; use --scheduling-policy priority")
         prepared = [
             self._prepare(prompt, p, priority=priority[i] if priority else 0, cache_salt=cache_salt)
             for i, (prompt, p) in enumerate(zip(several, params))
@@ -161,6 +178,8 @@ class LLM:
     ) -> Generator[StreamDelta, None, None]:
         """Deltas of one request as they come (a list of messages is a chat). It is checked now, starts with the first delta asked for,
         and is aborted when the iterator is closed."""
+        if template_options and not _is_conversation(prompt):
+            raise RequestError(next(iter(template_options)), "is for chat templates; the prompt is not a list of messages")
         one: Any = self.chat_ids(prompt, **template_options) if _is_conversation(prompt) else prompt
         return self._deltas_of(self._prepare(one, sampling_params or self.default_params()))
 
@@ -201,9 +220,12 @@ class LLM:
             params = self.default_params()
         if isinstance(params, SamplingParams):
             return [params] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError("sampling_params", f"{len(params)} given for {len(prompts)} prompts")
-        return list(params)
+        each = list(params) if isinstance(params, Sequence) else [params]
+        if not all(isinstance(p, SamplingParams) for p in each):
+            raise RequestError("sampling_params", f"must be a SamplingParams or a list of them, got {params!r}")
+        if len(each) != len(prompts):
+            raise RequestError("sampling_params", f"{len(each)} given for {len(prompts)} prompts")
+        return each
 
     def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str = "") -> list[Request]:
         return prepare(
@@ -226,16 +248,17 @@ class LLM:
     def _step(self) -> list[tuple[_Live, StreamDelta]]:
         """One engine step; its outputs as text. A stop string found here ends the sequence in the engine."""
         pushed = []
-        for output in self.engine.step():
-            live = self._live.get((output.id, output.index))
-            if live is None or live.finish_reason is not None:
-                continue  # made by the step in flight after its stop string was found
-            delta = live.push(output)
-            if delta.finish_reason is not None and output.finish_reason is None:
-                self.engine.abort(output.id, output.index, delta.finish_reason, str(delta.stop_reason))
-            pushed.append((live, delta))
-            if output.id in self._deltas:
-                self._deltas[output.id].append(delta)
+        with _interrupts_wait():
+            for output in self.engine.step():
+                live = self._live.get((output.id, output.index))
+                if live is None or live.finish_reason is not None:
+                    continue  # made by the step in flight after its stop string was found
+                delta = live.push(output)
+                if delta.finish_reason is not None and output.finish_reason is None:
+                    self.engine.abort(output.id, output.index, delta.finish_reason, str(delta.stop_reason))
+                pushed.append((live, delta))
+                if output.id in self._deltas:
+                    self._deltas[output.id].append(delta)
         return pushed
 
     def _run(self, prepared: list[list[Request]], texts: list[str | None], show: bool) -> list[RequestOutput]:
@@ -265,6 +288,7 @@ class LLM:
                 while not queue:
                     self._step()
                 delta = queue.popleft()
+                self._live[id, delta.index].check()
                 unfinished -= delta.finish_reason is not None
                 yield delta
         finally:
@@ -278,24 +302,24 @@ class LLM:
                 self.engine.abort(*key)
 
     def _result(self, lives: list[_Live], prompt: str | None) -> RequestOutput:
-        first = lives[0]
-        assert first.last is not None
-        prompt_logprobs = first.prompt_logprobs
+        for live in lives:
+            live.check()
+        leader = lives[0]
+        assert leader.first is not None
+        prompt_logprobs = leader.prompt_logprobs
         return RequestOutput(
-            request_id=first.request.id,
+            request_id=leader.request.id,
             prompt=prompt,
-            prompt_token_ids=first.request.prompt_ids,
+            prompt_token_ids=leader.request.prompt_ids,
             prompt_logprobs=None if prompt_logprobs is None else [None if p is None else self._alternatives(p) for p in prompt_logprobs],
             outputs=[self._completion(live) for live in lives],
-            cached_tokens=first.last.cached_tokens,
-            miss_reason=first.last.miss_reason,
-            preemptions=sum(live.last.preemptions for live in lives if live.last),
-            timing=first.last.timing,
+            cached_tokens=leader.first.cached_tokens,
+            miss_reason=leader.first.miss_reason,
+            preemptions=sum(live.request.preemptions for live in lives),
+            timing=leader.timing,
         )
 
     def _completion(self, live: _Live) -> CompletionOutput:
-        if live.finish_reason == FinishReason.ERROR and live.last is not None:
-            raise RuntimeError(f"request {live.request.id}: {live.last.error}")
         wanted = live.request.params.logprobs is not None
         return CompletionOutput(
             index=live.request.index,
@@ -314,8 +338,34 @@ class LLM:
 
 def _several(prompts: Any) -> list[Prompt]:
     """A single prompt (text, a mapping, or a list of ids) as a list of one."""
-    one = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if one else list(prompts)
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError("prompts", f"must be a prompt or several, got {prompts!r}")
+    several = list(prompts)
+    return [several] if several and isinstance(several[0], int) else several
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C is heard when the step is taken, so that none is left half committed and the LLM stays usable. A second one does not wait."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append((signum, frame))
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if caught and callable(before):
+            before(*caught[0])
 
 
 def _is_conversation(prompt: Any) -> TypeGuard[Sequence[Message]]:

@@ -68,10 +68,9 @@ class StepRecord:
 
     step: int
     start: float
-    drain_s: float = 0.0
     schedule_s: float = 0.0
     inputs_s: float = 0.0  # plan -> ForwardBatch, host side
-    launch_s: float = 0.0  # host time to issue forward and sample
+    launch_s: float = 0.0  # host time to issue forward and sample on CUDA; on the CPU the compute thread's device_s holds it
     wait_s: float = 0.0  # host blocked on the device
     commit_s: float = 0.0
     device_s: float = 0.0  # device busy: events on CUDA, the compute thread's clock on the CPU

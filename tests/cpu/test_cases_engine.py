@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+
 import numpy as np
 import pytest
 from checkpoints import make
@@ -254,16 +258,108 @@ def test_streams_interleave_and_close_early(llm, plain):
     assert llm.engine.scheduler.blocks.num_used == 0
 
 
-def test_a_failing_step_ends_only_its_own_requests(build, monkeypatch):
-    llm = build(async_scheduling=False)
-    forward = llm.engine.runner.executor.forward
+def failing(llm, monkeypatch, times: int) -> None:
+    """The next `times` forwards raise."""
+    forward, left = llm.engine.runner.executor.forward, iter(range(times))
 
     def broken(batch, host):
-        monkeypatch.setattr(llm.engine.runner.executor, "forward", forward)
-        raise RuntimeError("injected")
+        if next(left, None) is None:
+            return forward(batch, host)
+        raise MemoryError("injected")
 
     monkeypatch.setattr(llm.engine.runner.executor, "forward", broken)
-    with pytest.raises(RuntimeError, match="injected"):
-        llm.generate([ids(5)], GREEDY)
-    assert len(tokens(llm, ids(5))) == 8
+
+
+@pytest.mark.parametrize("asynchronous", (True, False))
+@pytest.mark.parametrize("times", (1, 2, 3, 7))
+def test_an_llm_outlives_failing_steps(build, plain, monkeypatch, asynchronous, times):
+    llm = build(async_scheduling=asynchronous)
+    failing(llm, monkeypatch, times)
+    prompt, failures = ids(5), 0
+    while True:
+        try:
+            assert tokens(llm, prompt) == tokens(plain, prompt)
+            break
+        except (RuntimeError, MemoryError) as error:
+            assert "injected" in str(error)
+            failures += 1
+    assert 1 <= failures <= times
     assert llm.engine.scheduler.blocks.num_used == 0
+
+
+def test_a_failing_step_is_told_to_a_stream(build, monkeypatch):
+    llm = build()
+    stream = llm.stream(ids(5), GREEDY)
+    next(stream)
+    failing(llm, monkeypatch, 1)
+    with pytest.raises(RuntimeError, match="injected"):
+        list(stream)
+    assert len(tokens(llm, ids(5))) == 8
+
+
+@pytest.mark.parametrize("asynchronous", (True, False))
+def test_ctrl_c_leaves_the_llm_usable(build, plain, asynchronous):
+    llm, prompt = build(async_scheduling=asynchronous), ids(5)
+    expected = tokens(plain, prompt)
+    for delay in (0.02, 0.05, 0.1, 0.15):
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([ids(3)] * 4, SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True))
+        assert tokens(llm, prompt) == expected
+        assert llm.engine.scheduler.blocks.num_used == 0 and not llm.engine.has_work
+
+
+def test_a_closed_llm_says_so(build):
+    llm = build()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([ids(3)], GREEDY)
+
+
+@pytest.mark.parametrize("prompts", (None, 5, [None], [5.0], [[1.0]], {3, "a"}))
+def test_prompts_of_other_kinds_are_refused(llm, prompts):
+    with pytest.raises(RequestError, match="prompt"):
+        llm.generate(prompts, GREEDY)
+
+
+def test_options_that_would_do_nothing_are_refused(llm):
+    with pytest.raises(RequestError, match="priority"):
+        llm.generate([ids(3)], GREEDY, priority=[1])
+    with pytest.raises(RequestError, match="tools"):
+        llm.stream(ids(3), GREEDY, tools=[])
+    for params in ({"max_tokens": 3}, [None], 5):
+        with pytest.raises(RequestError, match="sampling_params"):
+            llm.generate([ids(3)], params)
+
+
+def test_what_the_engine_thread_does_meanwhile_does_not_reach_a_launched_step(build, plain):
+    """A request may leave its slot between the plan and the compute thread's look at it."""
+    llm = build()
+    prompts = [ids(12), ids(9)]
+    params = [SamplingParams(temperature=1, seed=3, max_tokens=20, repetition_penalty=1.3, ignore_eos=True), GREEDY]
+    launch = llm.engine.runner.launch
+
+    def late(plan):
+        slots = [r.slot for r in plan.admitted]
+        for request in plan.admitted:
+            request.slot = -1
+        handle = launch(plan)
+        handle()
+        for request, slot in zip(plan.admitted, slots):
+            request.slot = slot
+        return handle
+
+    llm.engine.runner.launch = late
+    expected = [r.outputs[0].token_ids for r in plain.generate(prompts, params)]
+    assert [r.outputs[0].token_ids for r in llm.generate(prompts, params)] == expected
+
+
+def test_a_preempted_request_keeps_its_prompt_logprobs(build, plain):
+    prompts, params = [ids(100) for _ in range(3)], SamplingParams(temperature=0, max_tokens=60, prompt_logprobs=2, ignore_eos=True)
+    small = build(num_gpu_blocks_override=16, max_num_batched_tokens=48)
+    results = small.generate(prompts, params)
+    assert sum(r.preemptions for r in results) > 0
+    for got, expected in zip(results, plain.generate(prompts, params)):
+        assert got.outputs[0].token_ids == expected.outputs[0].token_ids
+        for a, b in zip(got.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+            assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-4)

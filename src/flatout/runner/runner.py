@@ -93,7 +93,8 @@ class Runner:
         for request, slot in zip(plan.admitted, plan.slots[len(plan.slots) - len(plan.admitted) :].tolist()):
             self.sampler.admit(slot, request)
             self.prompts.pop(slot, None)
-            if request.params.prompt_logprobs is not None:
+            # once a request: not for samples that share the prompt, nor when it is computed again after preemption
+            if request.params.prompt_logprobs is not None and request.index == 0 and not request.output_ids:
                 self.prompts[slot] = (np.asarray(request.prompt_ids, np.int64), request.params.prompt_logprobs)
         self.slots.apply(plan)
         inputs = build_inputs(plan, self.slots, self.block_size, self.groups)
@@ -123,6 +124,8 @@ class Runner:
                     rows = torch.arange(begin + low, begin + low + len(piece), device=self.device)
                     pieces.append(self.sampler.prompt_logprobs(self.decoder.logits(hidden, rows), to_device(piece, self.device), top))
                 output.prompts[row] = pieces
+                if start + count >= len(prompt) - 1:
+                    del self.prompts[slot]
             begin += count
 
 
