@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 if TYPE_CHECKING:
     from flatout.hardware import Hardware
@@ -124,14 +124,7 @@ class Config:
 def check(config: Config) -> Config:
     """What can be judged without the model or the machine. Raises ConfigError naming the flag."""
     for group in fields(config):
-        values = getattr(config, group.name)
-        for f in fields(values):
-            value = getattr(values, f.name)
-            allowed = f.metadata.get("choices")
-            if allowed and value not in allowed:
-                near = get_close_matches(str(value), allowed, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"{flag_of(f.name)}: {value!r} is not one of {', '.join(map(str, allowed))}{hint}")
+        check_values(getattr(config, group.name))
     cache, scheduler = config.cache, config.scheduler
     positive = {
         "max_model_len": config.model.max_model_len,
@@ -143,13 +136,42 @@ def check(config: Config) -> Config:
         "threads": config.device.threads,
     }
     for name, value in positive.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and value < 1:
             raise ConfigError(f"{flag_of(name)}: must be a whole number of at least 1, got {value!r}")
     if cache.block_size > 1024 or cache.block_size & (cache.block_size - 1):
         raise ConfigError(f"--block-size: must be a power of two up to 1024, got {cache.block_size}")
     if not 0 < cache.gpu_memory_utilization <= 1:
         raise ConfigError(f"--gpu-memory-utilization: must be over 0 and at most 1, got {cache.gpu_memory_utilization!r}")
+    if cache.num_gpu_blocks_override is not None and cache.kv_cache_memory_bytes is not None:
+        raise ConfigError("--num-gpu-blocks-override and --kv-cache-memory-bytes both size the KV pool; give one of them")
+    template = config.model.chat_template
+    if template is not None and "{" not in template and not Path(template).expanduser().is_file():
+        raise ConfigError(f"--chat-template: no file {template!r}, and it isn't Jinja text either")
     return config
+
+
+WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def check_values(settings: Any) -> None:
+    """Each field of a dataclass of settings against its annotation and its choices. Raises ConfigError naming the flag."""
+    hints = get_type_hints(type(settings))
+    for f in fields(settings):
+        value, kinds = getattr(settings, f.name), get_args(hints[f.name]) or (hints[f.name],)
+        if value is None and type(None) in kinds:
+            continue
+        # to Python True is a whole number, too: here it is not; and a whole number is a number
+        fits = bool in kinds if isinstance(value, bool) else isinstance(value, (*kinds, int) if float in kinds else kinds)
+        if not fits:
+            wanted = " or ".join(WANTED[kind] for kind in kinds if kind in WANTED)
+            raise ConfigError(f"{flag_of(f.name)}: must be {wanted}, got {value!r} ({type(value).__name__})")
+        if isinstance(value, str) and not value.strip():
+            raise ConfigError(f"{flag_of(f.name)}: must not be empty")
+        allowed = f.metadata.get("choices")
+        if allowed and value not in allowed:
+            near = get_close_matches(str(value), allowed, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{flag_of(f.name)}: {value!r} is not one of {', '.join(map(str, allowed))}{hint}")
 
 
 def flag_of(name: str) -> str:

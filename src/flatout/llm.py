@@ -7,6 +7,7 @@ cli/ and bench/.
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeGuard
 
-from flatout.config import Config
+from flatout.config import DEFAULT_MODEL, Config
 from flatout.engine import Engine
 from flatout.request import FinishReason, Output, PositionLogprobs, Request, RequestError, SamplingParams, Timing
 from flatout.text.chat import ChatTemplate
@@ -123,8 +124,8 @@ class LLM:
     Not thread-safe. Raises ConfigError, ModelFileError (at load) and RequestError (a request that cannot be served as asked).
     """
 
-    def __init__(self, model: str = "smollm2", **options: Any):
-        self.engine = Engine(Config.make(model=model, **options))
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **options: Any):
+        self.engine = Engine(Config.make(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **options))
         self.config, self.spec, self.facts = self.engine.config, self.engine.spec, self.engine.facts
         self.tokenizer: Tokenizer | None = load_tokenizer(self.engine.source)
         self._template: ChatTemplate | None = None
@@ -190,7 +191,7 @@ class LLM:
         """Token ids of a conversation as the model's template writes it."""
         if self._template is None:
             self._template = ChatTemplate.for_model(self._need_tokenizer(), self.config.model.chat_template)
-        return self._template.encode(list(messages), **template_options)
+        return self._template.encode(list(messages), self.facts, **template_options)
 
     def default_params(self, **fields: Any) -> SamplingParams:
         """The model's own sampling defaults (generation_config.json) under the given fields."""

@@ -64,7 +64,7 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
 class SamplingParams:
     """How to choose tokens; names, defaults and meanings are vLLM's.
 
-    Filters apply in vLLM's order: penalties, logit_bias / masks, temperature, min_p, top_k, top_p. `temperature=0` is greedy.
+    Applied in the order of vLLM's V1 sampler: logit_bias, penalties, masks, temperature, min_p, top_k, top_p. `temperature=0` is greedy.
     `logprobs` are those of the raw model output, before any of it. Raises RequestError naming the field.
     """
 

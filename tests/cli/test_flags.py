@@ -1,5 +1,6 @@
 """The command line without a model: flags made from fields, help screens, and errors as one last line with the right exit code."""
 
+import io
 import subprocess
 import sys
 from dataclasses import fields
@@ -76,6 +77,7 @@ def test_version(capsys):
         (["generate", "x", "--temperature", "warm"], "--temperature: 'warm' is not a number"),
         (["generate", "x", "--max-model-len", "lots"], "--max-model-len: 'lots' is not a size"),
         (["generate", "x", "--raw", "--system", "s"], "--system"),
+        (["generate", "x", "--raw", "--chat-template", "{{ x }}"], "--chat-template"),
         (["generate", ""], "PROMPT"),
         (["bench", "offline", "batch9"], "batch8"),
     ],
@@ -98,6 +100,14 @@ def test_a_wrong_word_is_named_with_its_mend(capsys, argv, named):
         (["generate", "x", "--stop", ""], "stop: an empty stop string"),
         (["chat", "--max-tokens", "-4"], "max_tokens"),
         (["bench", "compare", "--new-tokens", "1"], "--new-tokens: must be at least 2"),
+        (["generate", "x", "--model", ""], "--model: must not be empty"),
+        (["chat", ""], "--model: must not be empty"),
+        (["serve", "--api-key", ""], "--api-key: must not be empty"),
+        (["serve", "--chat-template", "./nowhere.jinja"], "--chat-template: no file './nowhere.jinja'"),
+        (["generate", "x", "--kv-cache-memory-bytes", "1G", "--num-gpu-blocks-override", "9"], "give one of them"),
+        (["pull", "smollm2", "--download-dir", "there"], "smollm2: --download-dir is for models from the hub"),
+        (["pull", "smollm2", "--revision", "abc"], "smollm2: --revision picks a version on the hub"),
+        (["pull", "smolm2"], "did you mean smollm2?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -105,6 +115,48 @@ def test_a_wrong_value_is_told_before_anything_loads(capsys, argv, named):
     code, line = error(capsys, *argv)
     assert code == 1
     assert named in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--num-gpu-blocks-override", "1000000000"], "--num-gpu-blocks-override: 1000000000 takes"),
+        (["--kv-cache-memory-bytes", "100T"], "--kv-cache-memory-bytes: 109951162777600 takes 102400.0 GiB, but"),
+        (["--kv-cache-memory-bytes", "1k"], "--kv-cache-memory-bytes: 1000 is less than one block"),
+        (["--max-num-seqs", "1000000000"], "--max-num-seqs: 1000000000 takes"),
+        (["--max-num-batched-tokens", "1000000000"], "--max-num-batched-tokens: 1000000000 takes"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_size_beyond_the_machine_is_told_before_weights_are_read(capsys, monkeypatch, default_model, argv, named):
+    monkeypatch.setattr("flatout.runner.build.load_weights", None)
+    code, line = error(capsys, "generate", "x", "--device", "cpu", "--threads", "1", *argv)
+    assert code == 1
+    assert named in line and "gpu-memory-utilization" not in line
+
+
+def test_a_broken_chat_template_is_told_before_weights_are_read(capsys, monkeypatch, default_model, tmp_path):
+    monkeypatch.setattr("flatout.llm.LLM", None)
+    file = tmp_path / "broken.jinja"
+    file.write_text("{% for m in messages %}")
+    code, line = error(capsys, "generate", "x", "--chat-template", str(file))
+    assert code == 1
+    assert "chat template, line 1" in line
+
+
+@pytest.mark.parametrize(("verb", "named"), [("generate -", "PROMPT"), ("generate", "PROMPT"), ("chat", "standard input is closed")])
+def test_closed_standard_input(capsys, monkeypatch, verb, named):
+    monkeypatch.setattr(sys, "stdin", None)
+    code, line = error(capsys, *verb.split())
+    assert code == 2
+    assert named in line
+
+
+def test_standard_input_that_is_no_text(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    code, line = error(capsys, "generate", "-")
+    assert code == 2
+    assert "PROMPT: standard input is not text in utf-8" in line
 
 
 def test_debug_shows_the_traceback():

@@ -56,8 +56,11 @@ def step_us(ahead: bool, caching: bool, steps: int = 400) -> tuple[float, float]
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_step_of_256_decodes_costs_under_300_us(ahead, caching):
-    # the goal is 300 us on a quiet machine; the test allows for a busy one
-    assert min(step_us(ahead, caching, 200)[1] for _ in range(3)) < 600
+    # of the thread's own CPU time, in up to 20 tries: a neighbour on the core's other thread slows the best of them by half
+    best = []
+    while min(best, default=300) >= 300 and len(best) < 20:
+        best.append(step_us(ahead, caching, 200)[1])
+    assert min(best) < 300, best
 
 
 if __name__ == "__main__":

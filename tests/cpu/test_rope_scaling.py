@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 def check(path, *, reference=None, rope_length=None, max_model_len=LENGTH):
     found = load(path, max_model_len=max_model_len).forced(IDS, [100])
-    np.testing.assert_allclose(found, reference_logits(reference or path, IDS, rope_length), rtol=0, atol=2e-4)
+    np.testing.assert_allclose(found, reference_logits(reference or path, IDS, rope_length), rtol=0, atol=1e-4)
     return found
 
 

@@ -89,6 +89,7 @@ def test_several_gguf_files_need_a_name(small_gguf, tmp_path):
         ("nowhere.gguf", "no such file or folder"),
         ("folder/nowhere.gguf", "no such file or folder"),
         ("smollm3", "no such file or folder; .* or smollm2"),
+        ("smolm2", "no such file or folder; did you mean smollm2?"),
         ("a/b/c", "no such file or folder"),
         ("", "no such file or folder|no config.json"),
     ],
@@ -104,12 +105,19 @@ def test_files_that_are_no_model(llama, tmp_path):
     refused(tmp_path, "no config.json and no .gguf file is there; is it a model's folder")
     refused(tmp_path, "no .gguf file is there", load_format="gguf")
     refused(llama, "--revision picks a version on the hub", revision="main")
+    refused(llama, "--download-dir is for models from the hub, .*; leave it out", download_dir="there")
+    assert resolve(llama, download_dir="there", tokenizer=str(llama)).tokenizer == llama  # the tokenizer may come from the hub
 
 
 def test_formats_that_do_not_fit(small_gguf, llama, tmp_path):
     refused(small_gguf, "use --load-format gguf or auto", load_format="safetensors")
     refused(small_gguf.parent, "no config.json is there", load_format="safetensors")
-    refused(small_gguf, "config.json: |not valid JSON|dummy", load_format="dummy")
+    refused(small_gguf, "is a GGUF model, but --load-format dummy reads a config.json alone", load_format="dummy")
+    refused(llama / "model.safetensors", "cannot be loaded by itself", load_format="dummy")
+    refused(llama, "no .gguf file is there for --load-format gguf; use --load-format auto", load_format="gguf")
+    both = copy([small_gguf, llama / "config.json"], tmp_path / "both")
+    refused(both, "no .safetensors file is there for --load-format safetensors", load_format="safetensors")
+    refused("org/name:m.gguf", "is a GGUF model, but --load-format safetensors reads safetensors", load_format="safetensors")
     refused(tmp_path, "config.json: cannot be read: No such file", load_format="dummy")
     refused(copy([llama / "config.json"], tmp_path / "c"), "no .safetensors file is there; .*--load-format dummy")
 
@@ -208,6 +216,22 @@ def test_pull_twice_at_once(index, tmp_path):
 def test_only_known_names_can_be_pulled():
     with pytest.raises(ModelFileError, match="only smollm2 and hub names"):
         pull("somewhere")
+    with pytest.raises(ModelFileError, match=r"'smolm2': did you mean smollm2\?"):
+        pull("smolm2")
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_the_default_model_is_a_gguf_file(index, load_format):
+    refused("smollm2", f"smollm2: is a GGUF model, but --load-format {load_format} reads", load_format=load_format)
+    assert not packaged.packaged_path().exists()  # told before it is pulled
+
+
+@pytest.mark.parametrize(("option", "match"), [("revision", "--revision picks"), ("download_dir", "--download-dir .*FLATOUT_CACHE")])
+def test_the_default_model_takes_no_hub_options(index, option, match):
+    refused("smollm2", match, **{option: "x"})
+    with pytest.raises(ModelFileError, match=match):
+        pull("smollm2", **{option: "x"}, say=lambda line: None)
+    assert not packaged.packaged_path().exists()
 
 
 def test_the_default_model_resolves_fast(default_model):

@@ -355,11 +355,12 @@ def test_413(start: Callable[..., Served]) -> None:
     chunked = small.http.post("/v1/completions", content=(big[i : i + 100] for i in range(0, len(big), 100)), headers=key)
     assert error(chunked, 413)
     # and the key
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "bearer secret"}):
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Basic secret"}):
         for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/v1/nothing")):
             assert error(small.http.request(method, path, headers=headers), 401)["code"] == "invalid_api_key"
     assert small.http.get("/health").status_code == 200
-    assert small.http.get("/v1/models", headers=key).status_code == 200
+    for scheme in ("Bearer", "bearer", "BEARER "):
+        assert small.http.get("/v1/models", headers={"authorization": f"{scheme} secret"}).status_code == 200
     assert small.stop() == 0
 
 

@@ -101,7 +101,7 @@ def test_b01_clients_that_leave_free_everything(real: Served) -> None:
 
 def test_refusals(real: Served) -> None:
     """What the model can't do is a 400 with the numbers, and the next request works."""
-    for prompt, says in (([49152], "49152"), ([9] * (POOL + 1), str(POOL)), ("word " * 9000, "8192"), ([], "empty"), ("", "empty")):
+    for prompt, says in (([49152], "49152"), ([9] * (POOL + 1), str(POOL)), ("word " * 9000, str(POOL)), ([], "empty"), ("", "empty")):
         reply = real.post("completions", prompt=prompt, max_tokens=2)
         assert reply.status_code == 400 and says in reply.json()["error"]["message"], reply.text
     reply = real.post("completions", prompt="x", logit_bias={"49152": 1})

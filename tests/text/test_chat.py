@@ -141,13 +141,18 @@ def test_a30_tool_calls_without_content(byte_level):
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "must be a string"),
         ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls", "must be a list"),
         ([{"role": "assistant", "tool_calls": ["x"]}], "messages[0].tool_calls[0]", "with a function"),
-        ([{"role": "user", "content": "\ud800"}], "messages", "isn't valid text"),
+        ([*USER, {"role": "user", "content": "\ud800"}], "messages[1]", "isn't valid text: a character of it is half of a surrogate pair"),
     ],
 )
 def test_messages_are_checked(byte_level, messages, field, message):
     with pytest.raises(RequestError) as error:
         ChatTemplate(CHATML, byte_level).encode(messages)
     assert error.value.field == field and message in str(error.value)
+
+
+def test_broken_text_is_named_where_it_stands(byte_level):
+    with pytest.raises(RequestError, match=r"^persona: isn't valid text"):
+        ChatTemplate(CHATML + "{{ persona }}", byte_level).encode(USER, persona="\udfff")
 
 
 def test_roles_that_the_template_names(byte_level):

@@ -227,6 +227,7 @@ def test_chat_templates():
     [
         ({"tokenizer.ggml.model": "t5"}, r"tokenizer\.ggml\.model is 't5'.*supported: gpt2"),
         ({"tokenizer.ggml.model": "bert"}, "'bert'"),
+        ({"tokenizer.ggml.model": None}, r"the GGUF file has no tokenizer \(tokenizer\.ggml\.model is missing\)"),
         ({"tokenizer.ggml.model": "rwkv"}, "'rwkv'"),
         ({"tokenizer.ggml.tokens": []}, "holds no tokenizer"),
         ({"tokenizer.ggml.tokens": "abc"}, r"tokens must be an array of str"),

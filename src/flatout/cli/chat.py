@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from flatout.cli.figures import Figures
-from flatout.cli.flags import Parser, add_config_flags, add_sampling_flags, config_options, nearest, sampling_options
+from flatout.cli.flags import Parser, UsageError, add_config_flags, add_sampling_flags, config_options, nearest, sampling_options
 from flatout.cli.generate import SHADOWED
 from flatout.cli.terminal import answer_params, has_template, open_llm, say, show
 from flatout.config import DEFAULT_MODEL, ConfigError
@@ -45,6 +45,8 @@ def configure(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     sampling = {"max_tokens": None, **sampling_options(args)}
     SamplingParams(**sampling)  # judged before a model is loaded
+    if sys.stdin is None:  # Python's word for a closed one
+        raise UsageError("flatout chat: standard input is closed, so nobody can say anything; use flatout generate PROMPT")
     with open_llm(config_options(args, SHADOWED), args.quiet) as llm:
         if not has_template(llm):
             raise ConfigError(f"--chat-template: {llm.facts.model} has no chat template; give one, or use flatout generate --raw")

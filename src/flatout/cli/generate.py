@@ -34,7 +34,10 @@ def run(args: Namespace) -> int:
     SamplingParams(**sampling)  # judged before a model is loaded
     if args.raw and args.system:
         raise UsageError("--system: there is no system message with --raw; put it into the prompt")
-    with open_llm(config_options(args, SHADOWED), args.quiet) as llm:
+    options = config_options(args, SHADOWED)
+    if args.raw and "chat_template" in options:
+        raise UsageError("--chat-template: no template is used with --raw; leave out one of them")
+    with open_llm(options, args.quiet) as llm:
         chat = not args.raw and has_template(llm)
         if args.system and not chat:
             raise UsageError("--system: this model has no chat template; put the message into the prompt")
@@ -51,12 +54,21 @@ def run(args: Namespace) -> int:
 
 
 def _prompt(given: str | None) -> str:
-    if given is None and sys.stdin.isatty():
+    if given is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError('PROMPT: missing; write flatout generate "a question", or - to read it from standard input')
-    prompt = sys.stdin.read() if given in (None, "-") else given
+    prompt = _piped() if given in (None, "-") else given
     if not prompt:
         raise UsageError("PROMPT: empty; there is nothing to answer")
     return prompt
+
+
+def _piped() -> str:
+    if sys.stdin is None:  # Python's word for a closed one
+        raise UsageError('PROMPT: standard input is closed; write flatout generate "a question"')
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"PROMPT: standard input is not text in {error.encoding}: {error.reason} at byte {error.start}") from None
 
 
 def _messages(prompt: str, system: str | None) -> list[dict[str, Any]]:

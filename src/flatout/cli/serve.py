@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import fields
 
 from flatout.cli.flags import Parser, add_config_flags, add_fields, config_options, given
-from flatout.config import DEFAULT_MODEL, Config, ConfigError, ServerConfig
+from flatout.config import DEFAULT_MODEL, Config, ConfigError, ServerConfig, check_values
 
 COMMON = ("host", "port", "served_model_name", "api_key")
 NEEDED = ("msgspec", "zmq", "starlette", "uvicorn")
@@ -20,6 +20,7 @@ def configure(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     config, server = Config.make(**config_options(args)), ServerConfig(**given(args, (f.name for f in fields(ServerConfig))))
+    check_values(server)
     try:
         from flatout.server.launch import serve
     except ModuleNotFoundError as error:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flatout.config import Config
+from flatout.config import Config, ModelConfig
 from flatout.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def open_llm(options: dict[str, Any], quiet: bool) -> LLM:
     """The model, loaded; what the load decided goes to standard error unless quiet."""
-    Config.make(**options)  # a wrong value is told before torch is loaded
+    config = Config.make(**options).model  # a wrong value is told before torch is loaded
+    if config.chat_template is not None:
+        _check_template(config)
     from flatout.llm import LLM
 
     llm = LLM(**options)
@@ -27,6 +29,16 @@ def open_llm(options: dict[str, Any], quiet: bool) -> LLM:
         for line in llm.start_lines:
             say(line)
     return llm
+
+
+def _check_template(config: ModelConfig) -> None:
+    """A broken --chat-template is told before the weights are read; its tokenizer is loaded for that, tenths of a second."""
+    from flatout.modelfile.sources import resolve_model
+    from flatout.text.chat import ChatTemplate
+    from flatout.text.tokenizer import load_tokenizer
+
+    if (tokenizer := load_tokenizer(resolve_model(config))) is not None:
+        ChatTemplate.for_model(tokenizer, config.chat_template)
 
 
 def has_template(llm: LLM) -> bool:

@@ -65,18 +65,18 @@ class Counts:
             ids[end - count : end] = tokens_of(requests[i], start, start + count)
         return ids
 
-    def advance(self, slots: np.ndarray, reach: np.ndarray, samples: np.ndarray) -> None:
-        """A plan computes these rows up to `reach`, and one more token of those that sample."""
+    def advance(self, slots: np.ndarray, reach: np.ndarray, known: np.ndarray, samples: np.ndarray) -> None:
+        """A plan computes these rows up to `reach`, and one more token than `known` of those that sample."""
         self.planned[slots] = reach
-        sampled = slots[samples]
-        self.known[sampled] += 1
-        self.newest[sampled] = FROM_DEVICE
+        self.known[slots] = known + samples
+        self.newest[slots[samples]] = FROM_DEVICE
 
     def settle(self, plan: StepPlan, in_place: np.ndarray, token_ids: np.ndarray) -> None:
         """The plan is committed, for rows whose request is still `in_place` (bool [R])."""
         self.computed[plan.slots[in_place]] = (plan.starts + plan.counts)[in_place]
         grown = in_place[plan.samples]
         slots = plan.slots[plan.samples][grown]
-        self.settled[slots] += 1
-        newest = self.known[slots] == self.settled[slots]  # else a later plan counts on a token still unknown
+        settled = self.settled[slots] + 1
+        self.settled[slots] = settled
+        newest = self.known[slots] == settled  # else a later plan counts on a token still unknown
         self.newest[slots[newest]] = token_ids[grown][newest]

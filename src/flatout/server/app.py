@@ -77,12 +77,13 @@ class _Guard:
     """Asks for the key on every route but /health."""
 
     def __init__(self, app: ASGIApp, key: str):
-        self._app, self._expected = app, f"Bearer {key}".encode()
+        self._app, self._key = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):  # takes the same time however much of the key is right
+            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            # the scheme in any case (RFC 7235, 2.1); comparing the key takes the same time however much of it is right
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.lstrip(b" "), self._key):
                 error = ApiError(401, "missing or wrong API key: send Authorization: Bearer KEY", code="invalid_api_key")
                 await _error(error, {"www-authenticate": "Bearer"})(scope, receive, send)
                 return

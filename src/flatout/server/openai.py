@@ -80,11 +80,8 @@ def completion_order(models: Mapping[str, ServedModel], config: Config, raw: byt
     order = Order(model, body)
     prompts = prompts_of(body.prompt, params.n)
     for i, prompt in enumerate(prompts):
-        ids = prompt
-        if isinstance(prompt, str) and body.add_special_tokens is False and model.tokenizer is not None:
-            ids = model.tokenizer.encode(prompt, add_special_tokens=False)
         try:
-            order.prompts.append(_sequences(order, facts, config, ids, params))
+            order.prompts.append(_sequences(order, facts, config, prompt, params, body.add_special_tokens is not False))
         except RequestError as error:
             if error.field != "prompt" or len(prompts) == 1:
                 raise
@@ -120,6 +117,7 @@ def chat_order(models: Mapping[str, ServedModel], config: Config, raw: bytes) ->
     )
     ids = model.template.encode(
         body.messages,
+        facts,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=proceed,
         **_template_arguments(body.chat_template_kwargs or {}),
@@ -157,7 +155,9 @@ def _params(body: Body, facts: ModelFacts, **given: Any) -> SamplingParams:
     return default_params(facts, **{**fields, **given})
 
 
-def _sequences(order: Order, facts: ModelFacts, config: Config, prompt: str | list[int], params: SamplingParams) -> list[Request]:
+def _sequences(
+    order: Order, facts: ModelFacts, config: Config, prompt: str | list[int], params: SamplingParams, add_special_tokens: bool = True
+) -> list[Request]:
     body = order.body
     if body.priority and config.scheduler.scheduling_policy != "priority":
         raise RequestError("priority", "has no effect unless the server runs with --scheduling-policy priority")
@@ -170,6 +170,7 @@ def _sequences(order: Order, facts: ModelFacts, config: Config, prompt: str | li
         arrival=time.monotonic(),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        add_special_tokens=add_special_tokens,
     )
 
 

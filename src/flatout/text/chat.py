@@ -20,8 +20,9 @@ import jinja2.parser
 import jinja2.sandbox
 
 from flatout.modelfile.spec import ModelFileError
-from flatout.request import RequestError
-from flatout.text.tokenizer import Tokenizer
+from flatout.request import ModelFacts, RequestError
+from flatout.text.prepare import NOT_TEXT, check_length
+from flatout.text.tokenizer import Tokenizer, is_broken
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 Message = Mapping[str, Any]
@@ -65,16 +66,25 @@ class ChatTemplate:
             override = file.read_text(encoding="utf-8")
         return cls(override, tokenizer, allow_special_in_messages=allow_special_in_messages)
 
-    def encode(self, messages: Sequence[Message], /, **options: Any) -> list[int]:
-        """Ids of the conversation; options are render's. The template writes start and end tokens; none is added to its text."""
+    def encode(self, messages: Sequence[Message], facts: ModelFacts | None = None, /, **options: Any) -> list[int]:
+        """Ids of the conversation; options are render's. The template writes start and end tokens; none is added to its text.
+
+        `facts`: what the model's context cannot hold is refused before it is tokenised (check_length, of the text as rendered).
+        """
         chat = self._check(messages)
         try:
-            if self._allow_special or not _any_text(self._tokenizer.has_special_text, (chat, options)):
-                return self._tokenizer.encode(self._render(chat, **options), add_special_tokens=False)
-            text = self._render(_map_text(self._set_marks, chat), **_map_text(self._set_marks, options))
+            plain = self._allow_special or not _any_text(self._tokenizer.has_special_text, (chat, options))
+            if not plain:
+                chat, options = _map_text(self._set_marks, chat), _map_text(self._set_marks, options)
+            text = self._render(chat, **options)
+            if facts is not None:
+                check_length("messages", self._without_marks(text), self._tokenizer, facts)
+            if plain:
+                return self._tokenizer.encode(text, add_special_tokens=False)
             return self._tokenizer.encode_ordinary(self._marked_or_special.sub(self._respell, text))
-        except UnicodeError as error:
-            raise RequestError("messages", f"isn't valid text: {error}") from None
+        except UnicodeError:
+            parts = {**{f"messages[{i}]": message for i, message in enumerate(chat)}, **options}
+            raise RequestError(next((name for name, part in parts.items() if _any_text(is_broken, part)), "messages"), NOT_TEXT) from None
 
     def render(self, messages: Sequence[Message], /, **options: Any) -> str:
         """The conversation as text. Options:

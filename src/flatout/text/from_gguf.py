@@ -32,8 +32,10 @@ class Rebuilt:
 
 def rebuild(metadata: Mapping[str, Any]) -> Rebuilt:
     """From the file's metadata (all keys, plain or numpy values). Raises ModelFileError naming the key."""
-    vocabulary = _Vocabulary(metadata)
     kind = metadata.get("tokenizer.ggml.model")
+    if kind is None:
+        raise ModelFileError("the GGUF file has no tokenizer (tokenizer.ggml.model is missing); name one with --tokenizer")
+    vocabulary = _Vocabulary(metadata)
     if kind == "gpt2":
         backend, adds_bos, notices = _byte_level(vocabulary)
     elif kind == "llama":

@@ -14,6 +14,8 @@ from typing import Any
 from flatout.request import ModelFacts, Request, RequestError, SamplingParams
 from flatout.text.tokenizer import Tokenizer
 
+POOL_FLAGS = "--kv-cache-memory-bytes (--gpu-memory-utilization on a GPU, --num-gpu-blocks-override where that is set)"
+NOT_TEXT = "isn't valid text: a character of it is half of a surrogate pair (U+D800 to U+DFFF), which stands for nothing alone"
 Prompt = str | list[int] | dict[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
 
 
@@ -27,13 +29,14 @@ def prepare(
     arrival: float = 0.0,
     priority: int = 0,
     cache_salt: str = "",
+    add_special_tokens: bool = True,
 ) -> list[Request]:
     """The params.n Requests of one prompt, index 0 to n-1, which share prompt, seed and params. Text is encoded as Tokenizer.encode does.
 
     max_tokens is an upper bound and never an error; min_tokens must fit. Stop strings that are a special token stop at its id too, since
     their text is never shown. Raises RequestError.
     """
-    ids = prompt_ids(prompt, tokenizer, facts)
+    ids = prompt_ids(prompt, tokenizer, facts, add_special_tokens)
     _check_room(len(ids), params, facts)
     params.check_vocabulary(facts.vocab_size)
     params = _with_special_stops(params, tokenizer, facts)
@@ -60,7 +63,7 @@ def prepare(
     ]
 
 
-def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, facts: ModelFacts) -> list[int]:
+def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, facts: ModelFacts, add_special_tokens: bool = True) -> list[int]:
     """The prompt as ids that the model has, at least one. Raises RequestError naming position and id."""
     if isinstance(prompt, dict):
         unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"}, key=str)
@@ -73,12 +76,28 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, facts: ModelFacts) -
     if tokenizer is None:
         raise RequestError("prompt", f"text needs a tokenizer and {facts.model} was loaded without one; give token ids, or --tokenizer")
     try:
-        ids = tokenizer.encode(prompt)
-    except UnicodeError as error:
-        raise RequestError("prompt", f"isn't valid text: {error}") from None
+        check_length("prompt", prompt, tokenizer, facts)
+        ids = tokenizer.encode(prompt, add_special_tokens)
+    except UnicodeError:
+        raise RequestError("prompt", NOT_TEXT) from None
     if not ids:
         raise RequestError("prompt", "is empty, and this model has no start token to begin from; give at least one character or token")
     return _check_ids(ids, facts)  # a tokenizer with more tokens than the embedding has rows is caught here
+
+
+def check_length(field: str, text: str, tokenizer: Tokenizer, facts: ModelFacts) -> None:
+    """Refuse, before it is encoded, a text that is too long whatever its tokens (Tokenizer.must_exceed): encoding 6 MB takes seconds.
+
+    Most texts that don't fit pass here and are refused by their token count. Raises RequestError, and UnicodeError as encoding does.
+    """
+    limit, what, flags = facts.max_model_len, "context", "--max-model-len"
+    if facts.pool_tokens < limit:
+        limit, what, flags = facts.pool_tokens, "KV pool", POOL_FLAGS
+    if tokenizer.must_exceed(text, limit):
+        size = f"{len(text.encode())} bytes ({len(text)} characters) of text"
+        raise RequestError(
+            field, f"has {size}, which no {limit} tokens can hold; that is what the {what} holds: shorten it or raise {flags}"
+        )
 
 
 def default_params(facts: ModelFacts, **fields: Any) -> SamplingParams:
@@ -119,11 +138,7 @@ def _check_room(length: int, params: SamplingParams, facts: ModelFacts) -> None:
     if least > facts.max_model_len:
         raise RequestError("prompt", f"{need}; the context holds {facts.max_model_len}: shorten it or raise --max-model-len")
     if least > facts.pool_tokens:
-        raise RequestError(
-            "prompt",
-            f"{need}; the KV pool holds {facts.pool_tokens}: shorten it or raise --kv-cache-memory-bytes"
-            " (--gpu-memory-utilization on a GPU, --num-gpu-blocks-override where that is set)",
-        )
+        raise RequestError("prompt", f"{need}; the KV pool holds {facts.pool_tokens}: shorten it or raise {POOL_FLAGS}")
     room = min(facts.max_model_len, facts.pool_tokens) - length
     if params.min_tokens > room:
         raise RequestError("min_tokens", f"{params.min_tokens} tokens do not fit: after a prompt of {length} there is room for {room}")
@@ -150,9 +165,10 @@ def _bad_words_ids(words: Sequence[str], tokenizer: Tokenizer | None, facts: Mod
     for position, word in enumerate(words):
         field = f"bad_words[{position}]"
         try:
+            check_length(field, word, tokenizer, facts)
             bare, spaced = tokenizer.encode_batch([word.lstrip(), " " + word.lstrip()], add_special_tokens=False)
-        except UnicodeError as error:
-            raise RequestError(field, f"isn't valid text: {error}") from None
+        except UnicodeError:
+            raise RequestError(field, NOT_TEXT) from None
         if not bare:
             raise RequestError(field, f"{word!r} has no tokens of its own")
         sequences.append(bare)

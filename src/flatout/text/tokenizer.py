@@ -10,6 +10,7 @@ import re
 import secrets
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
@@ -19,6 +20,7 @@ from tokenizers import AddedToken
 from flatout.modelfile.gguf import GGUFFile
 from flatout.modelfile.sources import ModelSource, read_json
 from flatout.modelfile.spec import ModelFileError
+from flatout.text.bound import Bound, bound_of
 from flatout.text.from_gguf import add_ends, rebuild
 from flatout.text.spelling import BytesToText, Spelling
 
@@ -149,6 +151,18 @@ class Tokenizer:
             return [ids[1:] if ids[1:2] == [self.bos_id] else ids for ids in lists]
         return lists
 
+    def must_exceed(self, text: str, tokens: int) -> bool:
+        """Whether the text cannot fit in that many tokens, judged by its length alone; false says nothing. Far faster than encoding.
+
+        Certain for byte-level BPE and BPE with byte fallback, as text.bound says; for others a text 16 times over the longest tokens.
+        Raises UnicodeError as encode_batch does.
+        """
+        return len(text) > tokens and self._bound.exceeded(text, tokens)
+
+    @cached_property
+    def _bound(self) -> Bound:
+        return bound_of(self._backend)  # 50 ms for 49,000 tokens: made when the first long text comes
+
     def encode_ordinary(self, text: str) -> list[int]:
         """Ids of the text, in which special tokens written out stay ordinary text. The same ids as encode(text, False) where there are none.
 
@@ -242,6 +256,11 @@ def _check_unicode(text: str) -> None:
     """The library would say no more than that it wants a str."""
     if not text.isascii():
         text.encode()
+
+
+def is_broken(text: str) -> bool:
+    """Whether encoding it raises UnicodeError."""
+    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _read(file: Path) -> dict[str, Any]:
