@@ -350,23 +350,24 @@ def _several(prompts: Any) -> list[Prompt]:
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
     """Ctrl-C is heard when the step is taken, so that none is left half committed and the LLM stays usable. A second one does not wait."""
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():  # a handler not of Python's; signals go elsewhere
         yield
         return
-    caught: list[tuple[int, FrameType | None]] = []
+    caught: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
         if caught:
             raise KeyboardInterrupt
-        caught.append((signum, frame))
+        caught.append(signum)
 
-    before = signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if caught and callable(before):
-            before(*caught[0])
+        if caught:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _is_conversation(prompt: Any) -> TypeGuard[Sequence[Message]]:
