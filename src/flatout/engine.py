@@ -1,7 +1,7 @@
 """The loop: schedule, launch, commit the step before. One step ahead of the device, or plain (async_scheduling off).
 
 Holds a Scheduler and a Runner and records each step; decides nothing itself and never sees text. Called by llm.py in-process and by
-server/launch.py in the engine process.
+server/child.py in the engine process.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Engine:
         self._ahead = int(self.config.scheduler.async_scheduling)
         self._steps = 0
         self._failures = 0  # steps failed in a row
+        self.failure: Exception | None = None  # what keeps failing, for whoever can start over; None once a step succeeds
         self._closed = False
 
     @property
@@ -100,10 +101,7 @@ class Engine:
         self.scheduler.abort(id, index, reason, stop_reason)
 
     def step(self) -> list[Output]:
-        """Plan and launch a step, then commit one: the step before it, or itself when not async.
-
-        Raises what the device raised when steps keep failing; the engine's books stay in order, whoever catches it.
-        """
+        """Plan and launch a step, then commit one: the step before it, or itself when not async. A step that fails ends its own requests."""
         begin = time.perf_counter()
         preempted = self.scheduler.counters.preemptions
         plan = self.scheduler.schedule(time.monotonic())
@@ -148,7 +146,7 @@ class Engine:
             timed = flight.handle()
         except Exception as error:
             return self._fail(flight.plan, error)
-        self._failures = 0
+        self._failures, self.failure = 0, None
         waited = time.perf_counter()
         outputs = self.scheduler.commit(flight.plan, timed.result, time.monotonic())
         record.inputs_s, record.launch_s, record.device_s = timed.inputs_s, timed.launch_s, timed.device_s
@@ -158,12 +156,12 @@ class Engine:
         return outputs
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Output]:
-        """A step that raised ends the requests it held and nobody else's. A device that keeps failing is the caller's to know."""
+        """A step that raised ends the requests it held, each with an Output that says so, and nobody else's."""
         ended = [r for request in plan.requests for r in self.scheduler.abort(request.id, request.index, FinishReason.ERROR)]
         self.scheduler.commit(plan, StepResult(np.zeros(int(plan.samples.sum()), np.int64)), time.monotonic())
         self._failures += 1
         if self._failures >= FAILURES_ALLOWED:
-            raise error
+            self.failure = error
         reason = f"the step failed: {type(error).__name__}: {error}"
         return [Output(r.id, r.index, [], finish_reason=FinishReason.ERROR, prompt_tokens=len(r.prompt_ids), error=reason) for r in ended]
 

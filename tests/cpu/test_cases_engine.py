@@ -280,10 +280,11 @@ def test_an_llm_outlives_failing_steps(build, plain, monkeypatch, asynchronous, 
         try:
             assert tokens(llm, prompt) == tokens(plain, prompt)
             break
-        except (RuntimeError, MemoryError) as error:
+        except RuntimeError as error:
             assert "injected" in str(error)
             failures += 1
     assert 1 <= failures <= times
+    assert llm.engine.failure is None
     assert llm.engine.scheduler.blocks.num_used == 0
 
 
@@ -295,6 +296,21 @@ def test_a_failing_step_is_told_to_a_stream(build, monkeypatch):
     with pytest.raises(RuntimeError, match="injected"):
         list(stream)
     assert len(tokens(llm, ids(5))) == 8
+
+
+def test_every_stream_hears_of_steps_that_keep_failing(build, monkeypatch):
+    llm = build()
+    streams = [llm.stream(ids(5), GREEDY) for _ in range(3)]
+    for stream in streams:
+        next(stream)
+    failing(llm, monkeypatch, 9)
+    for stream in streams:
+        with pytest.raises(RuntimeError, match="injected"):
+            list(stream)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="injected"):
+            llm.generate([ids(5)], GREEDY)
+    assert isinstance(llm.engine.failure, MemoryError)
 
 
 @pytest.mark.parametrize("asynchronous", (True, False))

@@ -20,7 +20,7 @@ from flatout.request import FinishReason, ModelFacts, Output, PositionLogprobs, 
 BLOCK = 16
 CONTEXT = 2048
 POOL = 1024  # tokens; a prompt over it is the engine's own refusal
-CRASH, HICCUP, NAP = 666, 667, 668  # seeds: the engine dies, the step fails for this request alone, a step takes 5 s
+CRASH, HICCUP, NAP, BROKEN = 666, 667, 668, 669  # seeds: the engine dies, one request's step fails, a step takes 5 s, steps fail for good
 FLOOR = -math.inf  # of banned tokens
 
 
@@ -51,6 +51,7 @@ class ScriptedEngine:
             sampling_defaults=generation,
         )
         self.start_lines = ["a script, no model"]
+        self.failure: Exception | None = None
         self.pause = float(os.environ.get("SCRIPT_STEP_SECONDS", "0"))
         self.slots = config.scheduler.max_num_seqs or 64
         self.running: list[Request] = []
@@ -96,7 +97,9 @@ class ScriptedEngine:
         params, first = request.params, not request.output_ids
         if request.seed == CRASH:
             raise RuntimeError("the script crashed")
-        if request.seed == HICCUP:
+        if request.seed == BROKEN:
+            self.failure = RuntimeError("the device is gone")
+        if request.seed in (HICCUP, BROKEN):
             request.finish_reason = FinishReason.ERROR
             return Output(request.id, request.index, [], finish_reason=FinishReason.ERROR, error="the step failed: hiccup")
         if request.seed == NAP:

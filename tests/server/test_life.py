@@ -213,7 +213,7 @@ def test_a_slow_reader_holds_back_only_itself(start: Start) -> None:
 # -- the engine dies ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["killed", "crashed"])
+@pytest.mark.parametrize("how", ["killed", "crashed", "broken"])
 def test_b05_a_dead_engine_is_told(start: Start, how: str) -> None:
     served = start(env={"SCRIPT_STEP_SECONDS": "0.01"})
     client = served.client
@@ -226,8 +226,8 @@ def test_b05_a_dead_engine_is_told(start: Start, how: str) -> None:
         if how == "killed":
             os.kill(served.gauges()["pid"], signal.SIGKILL)
         else:
-            pool.submit(served.post, "completions", prompt="x", seed=666)
-        says = {"killed": "SIGKILL", "crashed": "RuntimeError: the script crashed"}[how]
+            pool.submit(served.post, "completions", prompt="x", seed={"crashed": 666, "broken": 669}[how])
+        says = {"killed": "SIGKILL", "crashed": "RuntimeError: the script crashed", "broken": "RuntimeError: the device is gone"}[how]
         for stream in streams:
             with pytest.raises(openai.APIError, match=says):
                 list(stream)

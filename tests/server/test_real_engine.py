@@ -49,6 +49,13 @@ def test_a18_no_part_of_a_stop_gets_out(real: Served) -> None:
     assert real.complete(**{**body, "stop": None, "max_tokens": 3})["choices"][0]["text"] == " F G H"
 
 
+def test_cached_tokens_of_an_answer_that_a_stop_string_ends(real: Served) -> None:
+    body = {"prompt": "1 2 3 4 5 6 7 8 9 10 11 12 13 14", "temperature": 0, "max_tokens": 12, "stop": [" 17"], "cache_salt": "stop"}
+    first, second = (real.complete(**body) for _ in range(2))
+    assert first["choices"][0]["text"] == second["choices"][0]["text"] == " 15 16"
+    assert [r["usage"]["prompt_tokens_details"]["cached_tokens"] for r in (first, second)] == [0, 16]
+
+
 def test_a48_echo_with_logprobs(real: Served) -> None:
     """Prompt values are the same whatever the cache holds, and those that generating gives."""
     prompt = "The quick brown fox jumps over the lazy dog. 😊“x” The quick brown fox jumps"

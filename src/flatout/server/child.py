@@ -61,6 +61,7 @@ class Engine(Protocol):
 
     facts: ModelFacts
     start_lines: list[str]
+    failure: Exception | None  # what keeps failing step after step
 
     @property
     def has_work(self) -> bool: ...
@@ -126,6 +127,8 @@ def _turn(engine: Engine, mailbox: EngineMailbox) -> None:
                     return
         if engine.has_work and (outputs := engine.step()):
             mailbox.send(Outputs(outputs))
+        if engine.failure is not None:
+            raise engine.failure
         if (now := time.monotonic()) - beat >= HEARTBEAT_SECONDS:
             mailbox.send(Alive())
             beat = now

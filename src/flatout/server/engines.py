@@ -62,7 +62,7 @@ class Sequence:
             text, ids, reason = delta.text, delta.token_ids, delta.finish_reason
             stop_reason = delta.stop_reason if delta.stop_reason is not None else stop_reason
         self.completion_tokens += len(ids)
-        self.cached_tokens = output.cached_tokens
+        self.cached_tokens = output.cached_tokens or self.cached_tokens  # told with the first and the last output, not between
         self.finish_reason, self.stop_reason = reason, stop_reason
         piece = self._piece = self._piece or Piece(self.choice)
         piece.text += text
