@@ -10,8 +10,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
-
 from flatout.config import Config, resolve
 from flatout.core.scheduler import Scheduler
 from flatout.hardware import detect
@@ -19,7 +17,7 @@ from flatout.modelfile.sources import ModelSource, resolve_model
 from flatout.request import FinishReason, ModelFacts, Output, Request
 from flatout.runner.build import build
 from flatout.runner.runner import Handle, Timed
-from flatout.step import StepPlan, StepRecord, StepResult
+from flatout.step import StepPlan, StepRecord
 
 RECORDS_KEPT = 4096
 FAILURES_ALLOWED = 3  # steps in a row: more is a broken device, not a bad request
@@ -157,8 +155,7 @@ class Engine:
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Output]:
         """A step that raised ends the requests it held, each with an Output that says so, and nobody else's."""
-        ended = [r for request in plan.requests for r in self.scheduler.abort(request.id, request.index, FinishReason.ERROR)]
-        self.scheduler.commit(plan, StepResult(np.zeros(int(plan.samples.sum()), np.int64)), time.monotonic())
+        ended = self.scheduler.fail(plan)
         self._failures += 1
         if self._failures >= FAILURES_ALLOWED:
             self.failure = error

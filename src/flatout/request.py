@@ -211,8 +211,8 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     limit: int = 0  # most tokens, prompt and output together, that this sequence may reach
     blocks: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)  # of the full blocks, as far as computed
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    hashes: list[bytes] = field(default_factory=list)  # of the full blocks, as far as published or looked up
+    cached_tokens: int = 0  # prompt tokens shared at first admission, cached or being computed; kept if the request starts over
     miss_reason: str = ""  # why no more of the prompt was cached
     preemptions: int = 0
     finish_reason: FinishReason | None = None

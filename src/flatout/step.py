@@ -23,7 +23,7 @@ class StepPlan:
 
     step: int
     slots: np.ndarray  # int32 [R] permanent row of each sequence
-    starts: np.ndarray  # int32 [R] tokens of the sequence whose KV is already there
+    starts: np.ndarray  # int32 [R] tokens whose KV is there when attention reads: computed before, or by another row of this plan
     counts: np.ndarray  # int32 [R] tokens computed now; sum = T
     token_ids: np.ndarray  # int32 [T] ids, or FROM_DEVICE
     samples: np.ndarray  # bool [R] the row reaches its last known token and yields a new one

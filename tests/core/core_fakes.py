@@ -1,12 +1,14 @@
 """A fake device for core/: it keeps a KV "content" at each (block, offset) and checks at every step that a row reads its own prefix.
 
 Its model is a function: the next token follows from (seed, all tokens before), so a sequence's output cannot depend on the schedule;
-solo() says what it must be. check() audits a scheduler's books from outside.
+solo() says what it must be. A step may fail: then what it was to write is LOST, and so is all that is computed from it, down to tokens
+that no model would give. check() audits a scheduler's books from outside.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +21,8 @@ from flatout.step import FROM_DEVICE, LogprobRows, StepPlan, StepResult
 VOCABULARY = 32
 EOS = 0
 TOP = 3  # alternatives that the fake sampler returns
+UNWRITTEN, LOST = -1, -2  # contents
+GARBAGE = VOCABULARY  # the token that is sampled from what is lost
 _MASK = (1 << 61) - 1
 
 
@@ -75,13 +79,14 @@ class Device:
 
     def __init__(self, num_blocks: int, block_size: int, num_slots: int, width: int):
         self.block_size = block_size
-        self.kv = [[-1] * block_size for _ in range(num_blocks)]
+        self.kv = [[UNWRITTEN] * block_size for _ in range(num_blocks)]
         self.table = [[-1] * width for _ in range(num_slots)]
         self.last = [-1] * num_slots
         self.tokens: list[list[int]] = [[] for _ in range(num_slots)]  # as the device knows them
         self.chain: list[list[int]] = [[] for _ in range(num_slots)]
         self.owner: list[Request | None] = [None] * num_slots
         self.loads: list[tuple[int, Request, list[int]]] = []
+        self.shared_at_once = 0  # rows that read what another row of the same step wrote
 
     def launch(self, plan: StepPlan) -> None:
         """What a runner reads on the host at launch: a resumed request's outputs are all known then."""
@@ -90,42 +95,65 @@ class Device:
         assert slots == [request.slot for request in plan.admitted]
         self.loads += [(slot, request, request.prompt_ids + request.output_ids) for slot, request in zip(slots, plan.admitted)]
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, fails: bool = False) -> StepResult:
+        """Writes of all rows, then reads, then samples. When the step fails nobody sees the result, yet later plans run on from it."""
         for slot, request, tokens in self.loads[: len(plan.admitted)]:
             self.owner[slot], self.tokens[slot], self.chain[slot] = request, tokens, contents(tokens)
         del self.loads[: len(plan.admitted)]
         for slot, column, block in zip(plan.block_slots.tolist(), plan.block_columns.tolist(), plan.block_ids.tolist()):
             self.table[slot][column] = block
+        extents = list(zip(plan.slots.tolist(), plan.starts.tolist(), (plan.starts + plan.counts).tolist()))
+        lost = self.exchange(extents, fails)
         ids, sampled, rows, prompts, begin = plan.token_ids.tolist(), [], [], {}, 0
-        for row, (slot, start, count) in enumerate(zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist())):
+        for row, (slot, start, end) in enumerate(extents):
             request, tokens, chain = plan.requests[row], self.tokens[slot], self.chain[slot]
-            assert self.owner[slot] is request and count > 0
-            given = ids[begin : begin + count]
-            begin += count
+            assert self.owner[slot] is request and end > start
+            given = ids[begin : begin + end - start]
+            begin += end - start
             if FROM_DEVICE in given:
                 assert given == [FROM_DEVICE] and start == len(tokens) - 1
                 given = [self.last[slot]]
-            assert given == tokens[start : start + count], "a row computes other tokens than its own"
-            size, end = self.block_size, start + count
-            blocks = self.table[slot][: -(-end // size)]
-            for position in range(start, end):
-                self.kv[blocks[position // size]][position % size] = chain[position]
-            read = [value for block in blocks for value in self.kv[block]][:end]
-            assert read == chain[:end], "a row reads what is not its prefix"
+            assert given == tokens[start:end], "a row computes other tokens than its own"
             prompt = len(request.prompt_ids)
             if request.params.prompt_logprobs is not None and start < prompt - 1:
                 positions = range(start, min(end, prompt - 1))
-                prompts[row] = self.rows([chain[p] for p in positions], [tokens[p + 1] for p in positions])
+                prompts[row] = self.rows([LOST if row in lost else chain[p] for p in positions], [tokens[p + 1] for p in positions])
             assert plan.samples[row] == (end == len(tokens) and request.params.max_tokens != 0)
             if plan.samples[row]:
                 assert plan.out_positions[row] == len(tokens) - prompt
-                token = masked(request, next_token(request, chain[-1]), len(tokens) - prompt)
+                token = GARBAGE if row in lost else masked(request, next_token(request, chain[-1]), len(tokens) - prompt)
                 rows.append(chain[-1])
                 sampled.append(token)
                 self.last[slot] = token
                 tokens.append(token)
-                chain.append(chained(chain[-1], token))
+                chain.append(LOST if row in lost else chained(chain[-1], token))
         return StepResult(np.array(sampled, np.int64), self.rows(rows, sampled), prompts)
+
+    def exchange(self, extents: list[tuple[int, int, int]], fails: bool) -> set[int]:
+        """Write each row's positions [start, end) and check what it reads. Returns the rows that read what is lost; theirs is lost too."""
+        size = self.block_size
+        places = [[(self.table[slot][p // size], p % size) for p in range(end)] for slot, _, end in extents]
+        writers = {place: row for row, (_, start, _) in enumerate(extents) for place in places[row][start:]}
+        assert len(writers) == sum(end - start for _, start, end in extents), "two rows write the same place"
+        for row, (slot, start, _) in enumerate(extents):
+            self.shared_at_once += any(place in writers for place in places[row][:start])
+            for position, (block, offset) in enumerate(places[row][start:], start):
+                self.kv[block][offset] = self.chain[slot][position]
+        lost: set[int] = set()
+        more = set(range(len(extents))) if fails else self.losing(places)
+        while more > lost:
+            lost = more
+            for row in lost:
+                for block, offset in places[row][extents[row][1] :]:
+                    self.kv[block][offset] = LOST
+            more = lost | self.losing(places)
+        for row, (slot, _, end) in enumerate(extents):
+            read = [self.kv[block][offset] for block, offset in places[row]]
+            assert row in lost or read == self.chain[slot][:end], "a row reads what is not its prefix"
+        return lost
+
+    def losing(self, places: list[list[tuple[int, int]]]) -> set[int]:
+        return {row for row, mine in enumerate(places) if any(self.kv[block][offset] == LOST for block, offset in mine)}
 
     @staticmethod
     def rows(values: list[int], tokens: list[int]) -> LogprobRows:
@@ -139,23 +167,34 @@ class Device:
 
 
 @dataclass
+class _Flight:
+    plan: StepPlan
+    fails: bool
+    result: StepResult | None = None  # when it has run
+
+
+@dataclass
 class Loop:
-    """engine.py's loop in small: plain, or one step ahead. `late`: the device runs a plan as late as it may."""
+    """engine.py's loop in small: plain, or one step ahead. `late`: the device runs a plan as late as it may. `fails`: whether the next
+    plan launched is to fail."""
 
     scheduler: Scheduler
     ahead: bool = True
     late: bool = True
     audit: bool = True
+    fails: Callable[[], bool] = lambda: False
     outputs: dict[tuple[str, int], list[Output]] = field(default_factory=dict)
     waits: Counter[str] = field(default_factory=Counter)
     plans: list[StepPlan] = field(default_factory=list)
     steps: int = 0
+    failed: list[Request] = field(default_factory=list)  # ended by a step that failed
+    restarted: int = 0  # requests that such a step made start over
 
     def __post_init__(self) -> None:
         s = self.scheduler
         width = -(-min(s.max_model_len, s.blocks.num_blocks * s.block_size) // s.block_size)
         self.device = Device(s.blocks.num_blocks, s.block_size, s.max_num_seqs, width)
-        self.flight: tuple[StepPlan, StepResult | None] | None = None
+        self.flight: _Flight | None = None
 
     @property
     def busy(self) -> bool:
@@ -171,10 +210,10 @@ class Loop:
             check_plan(scheduler, plan, preempted=scheduler.counters.preemptions > before)
             self.plans.append(plan)
             self.waits.update(plan.waiting)
-            if self.flight is not None and self.flight[1] is None and not self.late:
-                self.flight = (self.flight[0], self.device.run(self.flight[0]))
+            if self.flight is not None and not self.late:
+                self.land(self.flight)
             self.device.launch(plan)
-            launched = (plan, None)
+            launched = _Flight(plan, self.fails())
         elif scheduler.has_work:
             assert self.flight is not None, "work is there, nothing is in flight and nothing is planned"
         if self.audit:
@@ -183,19 +222,37 @@ class Loop:
             launched, self.flight = self.flight, launched
         if launched is None:
             return []
-        plan, result = launched
-        outputs = scheduler.commit(plan, result or self.device.run(plan), self.steps + 0.5)
+        result = self.land(launched)
+        outputs = []
+        if launched.fails:
+            self.failed += scheduler.fail(launched.plan)
+            self.restarted += sum(len(each.void) for each in scheduler._flights)
+        else:
+            outputs = scheduler.commit(launched.plan, result, self.steps + 0.5)
         for output in outputs:
             self.outputs.setdefault((output.id, output.index), []).append(output)
         if self.audit:
             check(scheduler)
+            if self.flight is None:
+                self.check_findable()
         return outputs
+
+    def land(self, flight: _Flight) -> StepResult:
+        if flight.result is None:
+            flight.result = self.device.run(flight.plan, flight.fails)
+        return flight.result
+
+    def check_findable(self) -> None:
+        """With nothing in the air, each block that can be found is computed."""
+        for block in self.scheduler.blocks._by_hash.values():
+            assert min(self.device.kv[block]) >= 0, "a block is found whose content never came"
 
     def run(self, most: int = 10_000) -> Loop:
         while self.busy:
             self.step()
             assert self.steps <= most, "somebody starves"
         check_empty(self.scheduler)
+        self.check_findable()
         return self
 
     def tokens(self, id: str, index: int = 0) -> list[int]:
@@ -236,7 +293,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan, preempted: bool) -> None:
 def check(scheduler: Scheduler) -> None:
     """The books add up: references, free blocks, hashes, slots, and nothing is shared but equal prefixes."""
     pool, size = scheduler.blocks, scheduler.block_size
-    live = [member.request for group in scheduler._groups.values() for member in group.samples.values()]
+    live = [member.request for group in scheduler._groups.values() for member in group.values()]
     held: Counter[int] = Counter()
     tenant: dict[int, tuple[int, list[int]]] = {}
     for r in live:
@@ -265,4 +322,4 @@ def check(scheduler: Scheduler) -> None:
 def check_empty(scheduler: Scheduler) -> None:
     check(scheduler)
     assert not scheduler.has_work and scheduler.num_running == scheduler.num_waiting == 0
-    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks and not scheduler.prefix._coming
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks

@@ -59,6 +59,20 @@ def test_of_two_blocks_with_one_hash_the_first_stays():
     assert pool.take(1) == [two] and pool.find(b"h") == one
 
 
+def test_an_unpublished_block_is_found_no_more_and_reused_first():
+    pool = BlockPool(4)
+    held, free, other = pool.take(1), pool.take(1), pool.take(1)
+    for block, digest in ((held, b"h"), (free, b"f"), (other, b"o")):
+        pool.publish(block[0], digest)
+    pool.release(free)
+    pool.release(other)
+    for block in (*held, *free, 3):  # the last bears no hash
+        pool.unpublish(block)
+    assert pool.find(b"h") is pool.find(b"f") is None and pool.find(b"o") == other[0] and pool.num_cached == 1
+    pool.release(held)
+    assert pool.take(4) == [*held, *free, 3, *other] and pool.evictions == 1
+
+
 # -- prefix: why a prompt missed -----------------------------------------------------------------------------------------
 
 
@@ -104,13 +118,30 @@ def test_a_longer_prompt_parts_where_the_best_match_was_computed_to():
     assert ask(loop, "next", [*history, 1, 2, 3, 4, 5, 6]) == (12, "differs at token 14")
 
 
-def test_two_equal_prompts_at_once_the_second_misses_what_is_in_flight():
+def test_of_two_prompts_at_once_the_second_differs_from_what_is_being_computed():
     loop = Loop(scheduler(), ahead=False)
-    one, two = (request(id, list(range(1, 12))) for id in ("one", "two"))
+    one, two = request("one", list(range(1, 12))), request("two", [*range(1, 11), 30, 31, 32])
     loop.scheduler.add([one])
     loop.scheduler.add([two])
     loop.run()
-    assert (one.miss_reason, two.miss_reason) == ("differs at token 0", "in flight")
+    assert (one.miss_reason, two.miss_reason) == ("differs at token 0", "differs at token 8")  # tails are compared once they are computed
+    assert (one.cached_tokens, two.cached_tokens) == (0, 8)
+
+
+def test_a_remembered_run_gives_the_hash_that_it_leads_to():
+    core, made = scheduler(), []
+    prompts = [[1, 2, 3, 4, *range(start, start + 5)] for start in range(10, 22)]  # more continuations than are remembered
+    for turn in "01":
+        hashes = []
+        for i, prompt in enumerate(prompts):
+            r = request(turn + str(i), prompt)
+            core.prefix.match(r, b"top", 2)
+            list(core.prefix._chain(r, b"top", 2))
+            r.blocks = core.blocks.take(2)
+            core.prefix.publish(r, b"top", 0, 2)
+            hashes.append(tuple(r.hashes))
+        made.append(hashes)
+    assert made[0] == made[1] and len(set(made[0])) == len(prompts) and all(len(runs) <= 4 for runs in core.prefix._runs.values())
 
 
 def test_the_memory_of_recent_runs_is_bounded():

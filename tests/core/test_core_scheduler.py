@@ -128,16 +128,16 @@ def test_priority_admits_lower_first_then_by_arrival_and_preempts_the_last():
 
 
 def test_a_preempted_request_resumes_before_others_of_its_class():
-    """Samples parked earlier are older, yet the preempted one has a stream that stands still."""
+    """Its stream stands still, theirs has not begun."""
     loop = Loop(scheduler(num_blocks=9, block_size=4, max_num_seqs=2, max_model_len=36), ahead=False)
-    group = samples("group", prompt(9), 3, max_tokens=14)
-    other = request("other", prompt(9, 6), max_tokens=14)
-    loop.scheduler.add(group)
-    add(loop, other)
+    first, other = request("first", prompt(9), max_tokens=14), request("other", prompt(9, 6), max_tokens=14)
+    late = samples("late", prompt(5, 3), 2)
+    add(loop, first, other)
+    loop.scheduler.add(late)
     loop.run()
-    assert other.preemptions > 0
-    back = next(p for p in loop.plans if other in p.admitted and p.starts[p.requests.index(other)] + p.counts[p.requests.index(other)] > 9)
-    assert group[2].first_scheduled > back.step and other.output_ids == solo(other, other.limit)[0]
+    assert other.preemptions > 0 and first.preemptions == 0
+    back = [p.step for p in loop.plans if other in p.admitted][-1]
+    assert min(r.first_scheduled for r in late) > back and other.output_ids == solo(other, other.limit)[0]
 
 
 def test_nobody_is_admitted_in_a_step_that_preempted():
@@ -168,8 +168,9 @@ def test_waiting_reasons_name_what_is_missing():
     add(loop, request("b", prompt(6, 2)), request("c", prompt(5, 3)))
     for _ in range(3):
         loop.step()
-    assert [p.waiting for p in loop.plans] == [{"budget": 2, "siblings": 2}, {"budget": 1, "siblings": 2}, {"slots": 2}]
-    assert [p.requests[-1].id for p in loop.plans] == ["group", "b", "group"]  # samples go before those who came later
+    # the samples come in when the first of them has computed the prompt that they share
+    assert [p.waiting for p in loop.plans] == [{"budget": 4}, {"slots": 2}, {"slots": 2}]
+    assert [p.counts.tolist() for p in loop.plans] == [[8], [2, 2, 2], [1, 1, 1]]
     loop.run()
 
 
@@ -234,8 +235,8 @@ def test_a_request_preempted_in_flight_gets_its_token_and_is_not_resumed_without
     core.commit(second, StepResult(np.array([5, 6])), 0)
     plan = core.schedule(0)
     assert two.output_ids == [4, 6] and one.output_ids == [3] and plan.admitted == [two]
-    # its first block was published and is found again; the rest is recomputed, then comes output 2
-    assert plan.starts.tolist() == [4]
+    # both its full blocks are found again, though the second was in flight; the rest is recomputed, then comes output 2
+    assert plan.starts.tolist() == [8]
     assert plan.token_ids.tolist() == (two.prompt_ids + two.output_ids)[int(plan.starts[0]) :] and plan.out_positions.tolist() == [2]
 
 
@@ -393,12 +394,16 @@ def test_A62_siblings_go_on_when_the_leader_is_gone(steps, caching):
         assert loop.tokens("u", r.index) == solo(r, r.limit)[0]
 
 
-def test_siblings_of_a_prompt_without_a_full_block_do_not_wait():
-    loop = Loop(scheduler(block_size=4), ahead=False)
-    loop.scheduler.add(samples("u", prompt(4), 3))
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(("length", "counts"), [(4, [4, 4, 4]), (9, [9, 1, 1]), (12, [12, 4, 4])])
+def test_siblings_share_the_prompt_in_the_step_that_computes_it(length, counts, caching):
+    loop = Loop(scheduler(block_size=4, enable_prefix_caching=caching), ahead=False)
+    group = samples("u", prompt(length), 3, prompt_logprobs=1)  # the first alone computes these
+    loop.scheduler.add(group)
     loop.step()
-    assert len(loop.plans[0].admitted) == 3
+    assert loop.plans[0].counts.tolist() == counts and [r.cached_tokens for r in group] == [length - n for n in counts]
     loop.run()
+    assert [len(loop.outputs["u", i][0].prompt_logprobs or ()) for i in range(3)] == [length, 0, 0]
 
 
 def test_one_sample_of_many_may_end_alone():

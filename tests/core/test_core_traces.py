@@ -1,7 +1,7 @@
-"""Two thousand random lives of a scheduler: add, abort, stop string, preempt, finish, in every mix of settings, on a fake device.
+"""Two thousand random lives of a scheduler: add, abort, stop string, preempt, finish, fail, in every mix of settings, on a fake device.
 
 After each step the books add up, the budget holds, nobody starves, and every row reads its own prefix; at the end all blocks are free
-and each sequence has the tokens it would have had alone.
+and each sequence has the tokens it would have had alone. A request that a failed step ended has the first of them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def one_trace(shape, ahead, late, seed):
     if not shape["enable_chunked_prefill"]:
         shape["max_num_batched_tokens"] = max(shape["max_num_batched_tokens"], min(shape["max_model_len"], pool))
     loop = Loop(scheduler(**shape), ahead, late)
-    core = loop.scheduler
+    core, failures = loop.scheduler, iter([True] * rng.choice([0, 0, 1, 4]))
+    loop.fails = lambda: rng.random() < 0.2 and next(failures, False)
     stems = [[rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(2)]
     everyone, aborted, work = [], set(), 0
     for number in range(rng.randint(1, 9)):
@@ -118,6 +119,10 @@ def one_trace(shape, ahead, late, seed):
                     assert (r.finish_reason, r.stop_reason) == (reason, why)
     # The first in order advances by at least a token in every step and is never preempted by those behind it.
     loop.run(most=loop.steps + 2 * work + 20)
+    assert all(r.finish_reason is FinishReason.ERROR for r in loop.failed)
+    SEEN.update(failed=len(loop.failed), restarted=loop.restarted)
+    SEEN.update({"shared at once": loop.device.shared_at_once})
+    aborted |= {r.key for r in loop.failed}
     for r in everyone:
         check_outputs(loop, r, r.key in aborted)
     count = core.counters
@@ -137,6 +142,6 @@ def one_trace(shape, ahead, late, seed):
 def test_2000_random_traces_keep_every_promise():
     one_trace()
     kinds = ["refused", "preempted", "twice", "hit", "dropped", "aborted", "evicted", "differs at token", "too short", "salted", "off"]
-    kinds += ["in flight", *(f"waits for {reason}" for reason in ("blocks", "slots", "budget", "policy", "siblings"))]
+    kinds += ["failed", "restarted", "shared at once", *(f"waits for {reason}" for reason in ("blocks", "slots", "budget", "policy"))]
     assert {kind: SEEN[kind] for kind in kinds if SEEN[kind] < 10} == {}, SEEN
     print(SEEN)

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import make
 
 from flatout import LLM, SamplingParams
-from flatout.request import RequestError
+from flatout.request import FinishReason, RequestError
 
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -104,6 +104,23 @@ def test_a09_hits_and_misses_in_one_step(build, plain):
     results = llm.generate(prompts, GREEDY)
     assert [r.outputs[0].token_ids for r in results] == [tokens(plain, p) for p in prompts]
     assert [r.cached_tokens for r in results] == [256, 256, 0, 0]
+
+
+@pytest.mark.parametrize("asynchronous", (True, False))
+def test_requests_that_come_together_compute_their_prefix_once(build, plain, asynchronous):
+    llm = build(async_scheduling=asynchronous, max_num_seqs=256, max_num_batched_tokens=1024)
+    head = ids(32 * BLOCK)
+    prompts = [[*head, 5 + i % 200, 5 + i // 200] for i in range(256)]
+    results = llm.generate(prompts, GREEDY.but(max_tokens=3))
+    assert [r.outputs[0].token_ids for r in results[::37]] == [tokens(plain, p, GREEDY.but(max_tokens=3)) for p in prompts[::37]]
+    core = llm.engine.scheduler
+    # the prefix, two tokens of each prompt, and two of three answers
+    assert core.counters.computed_tokens == len(head) + 256 * (2 + 2)
+    assert [r.cached_tokens for r in results] == [0] + [len(head)] * 255
+    before = core.counters.computed_tokens
+    llm.generate([head], SamplingParams(n=3, temperature=1, max_tokens=2, ignore_eos=True), cache_salt="n")
+    # the last token is computed for each of them, so its whole block is
+    assert core.counters.computed_tokens - before == len(head) + 2 * BLOCK + 3
 
 
 def test_a10_salts_keep_tenants_apart(build):
@@ -286,6 +303,22 @@ def test_an_llm_outlives_failing_steps(build, plain, monkeypatch, asynchronous, 
     assert 1 <= failures <= times
     assert llm.engine.failure is None
     assert llm.engine.scheduler.blocks.num_used == 0
+
+
+def test_a_request_that_shares_what_a_failing_step_computes_is_computed_anew(build, plain, monkeypatch):
+    llm, prompt = build(), ids(3 * BLOCK + 2)
+    failing(llm, monkeypatch, 1)
+    (first,), (second,) = (llm._prepare(prompt, GREEDY) for _ in range(2))
+    llm.engine.add([first])
+    outputs = llm.engine.step()
+    llm.engine.add([second])  # the next step is launched with it, then the failing one is committed
+    while llm.engine.has_work:
+        outputs += llm.engine.step()
+    (error,) = [o for o in outputs if o.error]
+    assert error.id == first.id and first.finish_reason is FinishReason.ERROR and first.output_ids == []
+    assert [t for o in outputs if o.id == second.id for t in o.token_ids] == tokens(plain, prompt)
+    assert (second.cached_tokens, second.preemptions) == (3 * BLOCK, 1)
+    assert tokens(llm, prompt) == tokens(plain, prompt) and llm.engine.scheduler.blocks.num_used == 0
 
 
 def test_a_failing_step_is_told_to_a_stream(build, monkeypatch):

@@ -1,7 +1,8 @@
 """BlockPool: the blocks of the KV cache as numbers: who holds how many references, which are free, which may be found by hash.
 
 Knows nothing of requests or tokens (prefix.py turns those into hashes) and allocates no memory. Called by scheduler.py and prefix.py.
-A free block that bears a published hash stays findable until it is reused; the order of the free blocks is the eviction order.
+A published block is computed, or planned: the device runs plans in order, so it is computed for whoever finds it. A free block that bears
+a published hash stays findable until it is reused; the order of the free blocks is the eviction order.
 """
 
 from __future__ import annotations
@@ -81,10 +82,20 @@ class BlockPool:
         return sum(self.refs[block] == 0 for block in blocks)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Let others find this full, computed, held block. If another block bears the hash already, that one stays the one to find."""
+        """Let others find this full, held block, computed or planned. If another bears the hash already, that one stays the one to find."""
         if digest not in self._by_hash:
             self._by_hash[digest] = block
             self.hashes[block] = digest
+
+    def unpublish(self, block: int) -> None:
+        """Nobody finds this block any more, as what was planned for it did not come."""
+        digest = self.hashes[block]
+        if digest is not None:
+            self.hashes[block] = None
+            del self._by_hash[digest]
+            if self.refs[block] == 0:
+                del self._cached[block]
+                self._blank.append(block)
 
     def was_evicted(self, digest: bytes) -> bool:
         """Whether a block bore this hash lately."""

@@ -1,4 +1,4 @@
-"""Counts: how far each running request is, as arrays over slots, so that a step of many decodes costs a few numpy calls.
+"""Counts: how far each running request is, as arrays over slots, so that a step of many decodes costs a few numpy calls; and Counters.
 
 Numbers and the newest token id only; who sits in a slot, and why, is scheduler.py's, the only caller. "Planned" and "known" count
 what a plan in flight will bring; "computed" and "settled" are their committed twins.
@@ -6,11 +6,29 @@ what a plan in flight will bring; "computed" and "settled" are their committed t
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from flatout.core.prefix import tokens_of
-from flatout.request import Request
+from flatout.request import FinishReason, Request
 from flatout.step import FROM_DEVICE, StepPlan
+
+NEVER = np.iinfo(np.int32).max  # an edge out of reach
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start; never reset."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, once a request
+    prefix_hits: int = 0  # of these, found: computed before, or by another request in the same step or one in flight
+    computed_tokens: int = 0  # planned for the device, recomputed and dropped ones included
+    output_tokens: int = 0  # handed out
+    dropped_tokens: int = 0  # sampled one step ahead for a request that had ended, or from what a failed step left
+    finished: Counter[FinishReason] = field(default_factory=Counter)
 
 
 class Counts:
@@ -25,20 +43,22 @@ class Counts:
         self.limit = per_slot()  # where the sequence ends
         self.end = per_slot()  # what will ever be computed: all but the last token
         self.room = per_slot()  # what the request's blocks hold
+        self.edge = per_slot()  # where the first of its blocks ends that is not published; NEVER: it shares with nobody
         self.known = per_slot()
         self.settled = per_slot()
         self.planned = per_slot()
         self.computed = per_slot()
         self.newest = per_slot()  # id of the last known token, or FROM_DEVICE
 
-    def seat(self, slot: int, request: Request, cached: int) -> None:
-        """A request takes the slot with its first `cached` tokens computed."""
+    def seat(self, slot: int, request: Request, cached: int, edge: int) -> None:
+        """A request takes the slot with its first `cached` tokens computed, or planned by others."""
         tokens, prompt = request.num_tokens, len(request.prompt_ids)
         self.prompt[slot] = prompt
         self.limit[slot] = request.limit
         self.end[slot] = max(request.limit - 1, prompt)  # max_tokens 0: the whole prompt and nothing else
         self.known[slot] = self.settled[slot] = tokens
         self.planned[slot] = self.computed[slot] = cached
+        self.edge[slot] = edge
         self.newest[slot] = tokens_of(request, tokens - 1, tokens)[0]
 
     def divide(self, slots: np.ndarray, budget: int) -> np.ndarray:

@@ -1,14 +1,15 @@
 """The token-budget loop: schedule() -> StepPlan, commit(plan, result) -> Outputs. One step may be planned before the last one is committed.
 
 No phases: a request has tokens computed and tokens known, and each step closes the gap within one budget. Counts live in arrays over
-slots; Python touches a request when it is admitted, given a block, preempted, finished, or handed a token. Who goes first is
-policy.py's, where is blocks.py's, what is cached is prefix.py's, when it ends is stop.py's. Called by engine.py; no clock, no I/O.
+slots; Python touches a request when it is admitted, given a block, preempted, finished, or handed a token. A block is published when it
+is planned, so requests share what is being computed, even in the same step. Who goes first is policy.py's, where is blocks.py's, what
+is cached is prefix.py's, when it ends is stop.py's. Called by engine.py; no clock, no I/O.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,25 +17,12 @@ import numpy as np
 
 from flatout.core import logprobs, stop
 from flatout.core.blocks import BlockPool
-from flatout.core.counts import Counts
-from flatout.core.live import Group, Live
+from flatout.core.counts import NEVER, Counters, Counts
+from flatout.core.live import Live
 from flatout.core.policy import POLICIES, Line
 from flatout.core.prefix import MISS_LOGPROBS, MISS_OFF, PrefixCache, root
 from flatout.request import FinishReason, Output, Request, RequestError, Status, Timing
 from flatout.step import StepPlan, StepResult
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the start; never reset."""
-
-    preemptions: int = 0
-    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache, once a request
-    prefix_hits: int = 0  # of these, found
-    computed_tokens: int = 0  # planned for the device, recomputed and dropped ones included
-    output_tokens: int = 0  # handed out
-    dropped_tokens: int = 0  # sampled one step ahead for a request that had ended
-    finished: Counter[FinishReason] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -44,13 +32,15 @@ class _Draft:
     rows: list[Live]
     slots: np.ndarray  # int32 [R]
     counts: np.ndarray  # int32 [R]
+    reach: np.ndarray  # int32 [R] tokens planned, with these
     admitted: list[Live] = field(default_factory=list)
-    gifts: list[int] = field(default_factory=list)  # slot, column and block of each newly given block, end to end
+    gifts: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))  # slots, columns, blocks: those newly given
+    published: list[int] = field(default_factory=list)  # blocks that others find from now on
     waiting: dict[str, int] = field(default_factory=dict)
 
     def keep(self, mask: np.ndarray) -> None:
         self.rows = [self.rows[i] for i in np.flatnonzero(mask).tolist()]
-        self.slots, self.counts = self.slots[mask], self.counts[mask]
+        self.slots, self.counts, self.reach = self.slots[mask], self.counts[mask], self.reach[mask]
 
 
 @dataclass(slots=True)
@@ -60,13 +50,20 @@ class _Flight:
     plan: StepPlan
     rows: list[Live]
     epochs: np.ndarray  # int32 [R]; a slot's epoch changes when its request leaves it
+    published: list[int]  # blocks that others find though this plan, or one before it, has yet to compute them
+    void: list[Live] = field(default_factory=list)  # started over since, as what their rows read may never have come
+
+    def drops(self, live: Live) -> bool:
+        """Whether nobody wants the result of this row any more."""
+        return live.request.status is Status.FINISHED or live in self.void
 
 
 class Scheduler:
     """Admits, plans, preempts and ends requests over `max_num_seqs` slots and `num_blocks` blocks of `block_size` tokens.
 
-    Call schedule() and commit() in turn, or one step ahead: schedule() once more before the first commit(). Plans are committed in order.
-    Raises ValueError for settings that cannot work together.
+    Call schedule() and commit() in turn, or one step ahead: schedule() once more before the first commit(). A plan that raised is given to
+    fail() instead. Plans run and are committed in order, and in each layer all keys and values of a plan are written before any are read:
+    so a block is there for whoever shares it in the same plan or a later one. Raises ValueError for settings that cannot work together.
     """
 
     def __init__(
@@ -101,10 +98,9 @@ class Scheduler:
         self.prefix = PrefixCache(self.blocks, block_size)
         self.counters = Counters()
         self._rank = POLICIES[policy]
-        self._groups: dict[str, Group] = {}
-        self._running = Line(Live.running_key)
-        self._waiting = Line(Live.waiting_key)
-        self._num_parked = 0
+        self._groups: dict[str, dict[int, Live]] = {}  # the live samples of each user request by index
+        self._running = Line(Live.place)
+        self._waiting = Line(Live.place)
         self._arrivals = 0
         self._steps = 0
         self._flights: deque[_Flight] = deque()
@@ -124,7 +120,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._num_parked
+        return len(self._waiting)
 
     def add(self, requests: list[Request]) -> None:
         """Queue the n samples of one user request: same id and prompt, index 0 to n-1. Raises RequestError and changes nothing if they
@@ -146,7 +142,7 @@ class Scheduler:
             top = root("salt", first.cache_salt)
         elif len(requests) > 1:
             top = root("samples", str(self._arrivals))
-        group = self._groups[first.id] = Group()
+        group = self._groups[first.id] = {}
         for request, limit in zip(requests, limits):
             request.limit = limit
             request.status = Status.WAITING
@@ -156,7 +152,6 @@ class Scheduler:
                 request.id,
                 request.index,
                 request.output_ids,
-                group,
                 rank=self._rank(request),
                 number=self._arrivals,
                 top=top,
@@ -164,29 +159,17 @@ class Scheduler:
                 ending=stop.ending_ids(request),
                 most=limit - len(request.prompt_ids),
                 prompt_logprobs=[None] if collects else None,
-                parked=request.index > 0 and len(request.prompt_ids) > self.block_size,  # else no block to share
             )
             self._arrivals += 1
-            group.samples[request.index] = live
-            if live.parked:
-                group.parked.append(live)
-                self._num_parked += 1
-            else:
-                self._waiting.add(live)
+            group[request.index] = live
+            self._waiting.add(live)
 
     def abort(
-        self,
-        id: str,
-        index: int | None = None,
-        reason: FinishReason = FinishReason.ABORT,
-        stop_reason: str | None = None,
+        self, id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT, stop_reason: str | None = None
     ) -> list[Request]:
         """End a request, or one sample of it, at any moment; returns those that were live. What is in flight for them is dropped.
         A stop string found by the text side comes here with FinishReason.STOP."""
-        group = self._groups.get(id)
-        if group is None:
-            return []
-        ended = [live for i, live in group.samples.items() if index is None or i == index]
+        ended = [live for i, live in self._groups.get(id, {}).items() if index is None or i == index]
         for live in ended:
             self._finish(live, reason, stop_reason)
         return [live.request for live in ended]
@@ -195,20 +178,16 @@ class Scheduler:
         request = live.request
         if request.slot >= 0:
             self._vacate(live)
-        elif live.parked:
-            live.group.parked.remove(live)
-            self._num_parked -= 1
         else:
             self._waiting.remove(live)
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         request.hashes.clear()
         self.counters.finished[reason] += 1
-        del live.group.samples[request.index]
-        if not live.group.samples:
+        group = self._groups[request.id]
+        del group[request.index]
+        if not group:
             del self._groups[request.id]
-        if request.index == 0:
-            self._unpark(live.group)
 
     def _preempt(self, live: Live) -> None:
         """Take the request's blocks; its known tokens will be computed again. Nothing else of it is lost."""
@@ -221,25 +200,21 @@ class Scheduler:
         self._waiting.add(live)
 
     def _vacate(self, live: Live) -> None:
-        """Give back slot and blocks. The device runs plans in order, so both may be reused by the next plan."""
+        """Give back slot and blocks. The device runs plans in order, so both may be reused by the next plan; and what is planned will be
+        computed all the same, so it is published as far as its tokens have become known."""
         request = live.request
         self._running.remove(live)
         self._order = None
         if live.top is not None:
+            blocks = self._publish_one(live, int(min(self.counts.planned[request.slot], self.counts.settled[request.slot])))
+            if self._flights:
+                self._flights[-1].published += blocks
             self.prefix.leave(request, live.top, int(self.counts.computed[request.slot]))
         self.blocks.release(request.blocks)
         request.blocks = []
         self.counts.epoch[request.slot] += 1
         heapq.heappush(self._free_slots, request.slot)
         request.slot = -1
-
-    def _unpark(self, group: Group) -> None:
-        """The prompt is computed, or sample 0 is gone: the other samples go on by themselves."""
-        for live in group.parked:
-            live.parked = False
-            self._waiting.add(live)
-        self._num_parked -= len(group.parked)
-        group.parked.clear()
 
     # -- a step is planned ---------------------------------------------------------------------------------------------
 
@@ -252,26 +227,28 @@ class Scheduler:
             rows = list(self._running)
             self._order = rows, np.array([live.request.slot for live in rows], np.int32)
         rows, slots = self._order
-        draft = _Draft(rows, slots, self.counts.divide(slots, self.budget))
+        counts = self.counts.divide(slots, self.budget)
+        draft = _Draft(rows, slots, counts, self.counts.planned[slots] + counts)
         if not draft.counts.all():
             draft.keep(draft.counts > 0)
-        if self._grow(draft):
+        preempted = self._grow(draft)
+        if preempted:
             draft.keep(np.array([live.request.slot >= 0 for live in draft.rows], bool))
+        self._publish(draft)
+        if preempted:
             draft.waiting = {"blocks": len(self._waiting)}
         else:
             self._admit(draft, now)
-        if self._num_parked:
-            draft.waiting["siblings"] = self._num_parked
         return self._plan(draft) if draft.rows else None
 
     def _grow(self, draft: _Draft) -> bool:
         """Give blocks to rows that outgrow theirs, in order, preempting from the end of the line (in the end themselves) while too few
         are free. True if somebody was preempted."""
-        reach = self.counts.planned[draft.slots] + draft.counts
         preempted = False
-        for i in np.flatnonzero(reach > self.counts.room[draft.slots]).tolist():
+        over = draft.reach - self.counts.room[draft.slots]
+        outgrown = np.flatnonzero(over > 0)
+        for i, lack in zip(outgrown.tolist(), (-(-over[outgrown] // self.block_size)).tolist()):
             live = draft.rows[i]
-            lack = self._blocks_for(int(reach[i])) - len(live.request.blocks)
             while live.request.slot >= 0 and self.blocks.num_free < lack:
                 self._preempt(self._running.last)
                 preempted = True
@@ -280,10 +257,26 @@ class Scheduler:
             self._give(live.request, self.blocks.take(lack), draft)
         return preempted
 
+    def _publish(self, draft: _Draft) -> None:
+        """Let those who are admitted next find the blocks that these rows fill; not yet one with a token that is on the device only."""
+        reach = np.minimum(draft.reach, self.counts.settled[draft.slots])
+        for row in np.flatnonzero(reach >= self.counts.edge[draft.slots]).tolist():
+            draft.published += self._publish_one(draft.rows[row], int(reach[row]))
+
+    def _publish_one(self, live: Live, reach: int) -> list[int]:
+        """Let others find the blocks that the request's first `reach` tokens fill, all known. Returns those not published before."""
+        if live.top is None:
+            return []
+        request = live.request
+        first, stop = int(self.counts.edge[request.slot]) // self.block_size - 1, reach // self.block_size
+        self.prefix.publish(request, live.top, first, stop)
+        self.counts.edge[request.slot] = (stop + 1) * self.block_size
+        return request.blocks[first:stop]
+
     def _admit(self, draft: _Draft, now: float) -> None:
         """Admit from the head of the line while slots, budget and blocks last. Nobody overtakes a head that has to wait."""
         left = self.budget - int(draft.counts.sum())
-        chunks: list[int] = []
+        reach: list[int] = []
         while self._waiting:
             live = self._waiting.first
             reason, shared = self._obstacle(live, left)
@@ -295,16 +288,20 @@ class Scheduler:
                     draft.waiting["policy"] = len(self._waiting) - alike
                 break
             self._seat(live, shared, draft, now)
-            chunks.append(min(live.request.num_tokens - len(shared) * self.block_size, left))
-            left -= chunks[-1]
+            start = len(shared) * self.block_size
+            reach.append(min(live.request.num_tokens, start + left))
+            left -= reach[-1] - start
+            draft.published += self._publish_one(live, reach[-1])  # the next in line may share it
         if draft.admitted:
+            slots = np.array([live.request.slot for live in draft.admitted], np.int32)
             draft.rows = draft.rows + draft.admitted
-            draft.slots = np.append(draft.slots, np.array([live.request.slot for live in draft.admitted], np.int32))
-            draft.counts = np.append(draft.counts, np.array(chunks, np.int32))
+            draft.slots = np.append(draft.slots, slots)
+            draft.reach = np.append(draft.reach, np.array(reach, np.int32))
+            draft.counts = np.append(draft.counts, draft.reach[-len(slots) :] - self.counts.planned[slots])
 
     def _obstacle(self, live: Live, left: int) -> tuple[str, list[int]]:
-        """What keeps the head of the line from being admitted with `left` tokens of budget ("" for nothing), and the cached blocks that
-        it would share."""
+        """What keeps the head of the line from being admitted with `left` tokens of budget ("" for nothing), and the published blocks
+        that it would share. With budget left, all who run have their known tokens planned, so it finds every full block of theirs."""
         request, running = live.request, len(self._running)
         if not self._free_slots:
             return "slots", []
@@ -326,7 +323,7 @@ class Scheduler:
         return "", shared
 
     def _seat(self, live: Live, shared: list[int], draft: _Draft, now: float) -> None:
-        """Give the head of the line a slot, the cached blocks and fresh ones."""
+        """Give the head of the line a slot, the shared blocks and fresh ones."""
         request = live.request
         self._waiting.remove(live)
         if request.status is Status.WAITING:
@@ -336,7 +333,8 @@ class Scheduler:
         request.slot = heapq.heappop(self._free_slots)
         self._running.add(live)
         self._order = None
-        self.counts.seat(request.slot, request, len(shared) * self.block_size)
+        cached = len(shared) * self.block_size
+        self.counts.seat(request.slot, request, cached, NEVER if live.top is None else cached + self.block_size)
         self.blocks.share(shared)
         self._give(request, shared + self.blocks.take(self._blocks_for(request.num_tokens) - len(shared)), draft)
         draft.admitted.append(live)
@@ -360,18 +358,19 @@ class Scheduler:
         return -(-tokens // self.block_size)
 
     def _give(self, request: Request, blocks: list[int], draft: _Draft) -> None:
-        for column, block in enumerate(blocks, len(request.blocks)):
-            draft.gifts += request.slot, column, block
+        slots, columns, ids = draft.gifts
+        slots += [request.slot] * len(blocks)
+        columns += range(len(request.blocks), len(request.blocks) + len(blocks))
+        ids += blocks
         request.blocks += blocks
         self.counts.room[request.slot] = len(request.blocks) * self.block_size
 
     def _plan(self, draft: _Draft) -> StepPlan:
-        slots, counts = draft.slots, draft.counts
-        starts, known = self.counts.planned[slots], self.counts.known[slots]
-        reach = starts + counts
+        slots, counts, reach = draft.slots, draft.counts, draft.reach
+        starts, known = reach - counts, self.counts.known[slots]
         samples = (reach == known) & (known < self.counts.limit[slots])
         requests = [live.request for live in draft.rows]
-        gifts = np.array(draft.gifts, np.int32).reshape(-1, 3).T.copy()
+        gifts = [np.array(column, np.int32) for column in draft.gifts]
         plan = StepPlan(
             step=self._steps,
             slots=slots,
@@ -389,47 +388,59 @@ class Scheduler:
         )
         self.counts.advance(slots, reach, known, samples)
         self.counters.computed_tokens += plan.num_tokens
-        self._flights.append(_Flight(plan, draft.rows, self.counts.epoch[slots]))
+        self._flights.append(_Flight(plan, draft.rows, self.counts.epoch[slots], draft.published))
         self._steps += 1
         return plan
 
     # -- a step is committed -------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
-        """Take the result of the oldest uncommitted plan: full blocks are published, tokens appended, ended requests let go. One Output
-        for each sequence that got a token or ended; rows of requests that ended meanwhile are dropped."""
-        if not self._flights or self._flights[0].plan is not plan:
-            raise RuntimeError(f"plan {plan.step} is not the oldest uncommitted one")
+        """Take the result of the oldest uncommitted plan: tokens are appended, ended requests let go. One Output for each sequence that got
+        a token or ended; rows of requests that ended meanwhile are dropped."""
+        self._check_oldest(plan)
         if len(result.token_ids) != (sampled := np.count_nonzero(plan.samples)):
             raise ValueError(f"{len(result.token_ids)} tokens came for the {sampled} sampled rows of plan {plan.step}")
         flight = self._flights.popleft()
         in_place = self.counts.epoch[plan.slots] == flight.epochs  # rows whose request did not leave its slot meanwhile
-        self._publish(flight, in_place)
         self.counts.settle(plan, in_place, result.token_ids)
         for row, chunk in result.prompt_logprobs.items():
             live = flight.rows[row]
-            if live.prompt_logprobs is not None:
+            if live.prompt_logprobs is not None and not flight.drops(live):
                 logprobs.extend_prompt(live.prompt_logprobs, chunk, int(plan.starts[row]), live.request)
         outputs = self._hand_out(flight, in_place, result, now)
-        # max_tokens 0: only the prompt was to be computed
-        complete = in_place & ~plan.samples & (plan.starts + plan.counts == self.counts.limit[plan.slots])
-        for row in np.flatnonzero(complete).tolist():
-            live = flight.rows[row]
-            output = Output(live.request.id, live.request.index, [])
-            self._open(live, output, now)
-            self._close(live, output, FinishReason.LENGTH, None, now)
-            outputs.append(output)
+        if sampled < len(plan.slots):  # max_tokens 0: only the prompt was to be computed
+            complete = in_place & ~plan.samples & (plan.starts + plan.counts == self.counts.limit[plan.slots])
+            for row in np.flatnonzero(complete).tolist():
+                live = flight.rows[row]
+                output = Output(live.request.id, live.request.index, [])
+                self._open(live, output, now)
+                self._close(live, output, FinishReason.LENGTH, None, now)
+                outputs.append(output)
         return outputs
 
-    def _publish(self, flight: _Flight, in_place: np.ndarray) -> None:
-        """Let others find the blocks that this plan filled."""
-        plan = flight.plan
-        before = self.counts.computed[plan.slots] // self.block_size
-        after = (plan.starts + plan.counts) // self.block_size
-        for row in np.flatnonzero(in_place & (after > before)).tolist():
-            live = flight.rows[row]
-            if live.top is not None:
-                self.prefix.publish(live.request, live.top, int(before[row]), int(after[row]))
+    def fail(self, plan: StepPlan) -> list[Request]:
+        """The oldest uncommitted plan raised, and nothing it was to write can be trusted. The requests it held end with FinishReason.ERROR;
+        those still live are returned. What it and the plan after it published is found no more. Whoever was admitted by the latter, perhaps
+        onto such blocks, starts over and gets nothing of that plan. All others read only their own and what committed plans computed."""
+        self._check_oldest(plan)
+        ended = [live for live in self._flights[0].rows if live.request.status is not Status.FINISHED]
+        for live in ended:
+            self._finish(live, FinishReason.ERROR, None)
+        for later in list(self._flights)[1:]:  # one at most
+            later.void = later.rows[len(later.rows) - len(later.plan.admitted) :]
+            for live in later.void:
+                if live.request.slot >= 0:
+                    self._preempt(live)
+                live.owed = False
+        for flight in self._flights:
+            for block in flight.published:
+                self.blocks.unpublish(block)
+        self._flights.popleft()
+        return [live.request for live in ended]
+
+    def _check_oldest(self, plan: StepPlan) -> None:
+        if not self._flights or self._flights[0].plan is not plan:
+            raise RuntimeError(f"plan {plan.step} is not the oldest uncommitted one")
 
     def _hand_out(self, flight: _Flight, in_place: np.ndarray, result: StepResult, now: float) -> list[Output]:
         """Append each sampled token to its request, also to one preempted meanwhile, and end those that reach an end."""
@@ -437,7 +448,7 @@ class Scheduler:
         lives, tokens = [flight.rows[row] for row in sampled.tolist()], result.token_ids.tolist()
         kept: Sequence[int] = range(len(tokens))
         if not in_place[sampled].all():
-            kept = [i for i, live in enumerate(lives) if live.request.status is not Status.FINISHED]
+            kept = [i for i, live in enumerate(lives) if not flight.drops(live)]
             self.counters.dropped_tokens += len(tokens) - len(kept)
             lives, tokens = [lives[i] for i in kept], [tokens[i] for i in kept]
             for live in lives:
@@ -468,8 +479,6 @@ class Scheduler:
             if len(live.prompt_logprobs) != len(live.request.prompt_ids):
                 raise ValueError(f"{len(live.prompt_logprobs)} prompt logprobs came for {len(live.request.prompt_ids)} prompt tokens")
             output.prompt_logprobs, live.prompt_logprobs = live.prompt_logprobs, None
-        if live.request.index == 0:
-            self._unpark(live.group)
 
     def _close(self, live: Live, output: Output, reason: FinishReason, stop_reason: int | None, now: float) -> None:
         """A request's last Output."""
