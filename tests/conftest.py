@@ -1,4 +1,4 @@
-"""Shared by all tests: one BLAS thread per worker, a private measurement cache, the packaged default model."""
+"""Shared by all tests: one BLAS thread per worker, Triton's interpreter where no GPU is, the packaged default model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach a hub; those with a local one unset this themselves
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # for tests/kernels: triton reads it once, and any test collected before them may import triton
 
 
 @pytest.fixture(scope="session")
@@ -21,10 +24,7 @@ def default_model() -> Path:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu are skipped, and counted, where there is no CUDA device."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked:
-        import torch
-
-        if not torch.cuda.is_available():
-            for item in marked:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))

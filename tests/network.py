@@ -56,10 +56,19 @@ class Network:
         slots = table[row, positions // size].astype(np.int64) * size + positions % size
         tokens = np.array([i for _, ids in rows for i in ids])
         starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
-        arrays = (tokens, positions.astype(np.int64), starts, kv_lens, table, slots, np.arange(len(positions)))
-        tokens_, positions_, starts_, kv_lens_, table_, slots_, sampled = (torch.from_numpy(a).to(self.device) for a in arrays)
+        arrays = (
+            tokens,
+            positions.astype(np.int64),
+            starts,
+            kv_lens,
+            table,
+            np.arange(len(rows), dtype=np.int32),
+            slots,
+            np.arange(len(positions)),
+        )
+        tokens_, positions_, starts_, kv_lens_, table_, table_rows, slots_, sampled = (torch.from_numpy(a).to(self.device) for a in arrays)
         groups = self.groups
-        batch = ForwardBatch(tokens_, positions_, starts_, kv_lens_, (table_,) * groups, (slots_,) * groups, sampled)
+        batch = ForwardBatch(tokens_, positions_, starts_, kv_lens_, (table_,) * groups, table_rows, (slots_,) * groups, sampled)
         return batch, HostBatch(q_lens, kv_lens, (table,) * self.groups)
 
     def step(self, rows: list[tuple[Sequence, list[int]]]) -> list[np.ndarray]:

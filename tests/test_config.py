@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 
-from flatout.config import Config, ConfigError, ServerConfig, check_values, flag_of
+from flatout.config import Config, ConfigError, ServerConfig, check_values, flag_of, resolve
 from flatout.hardware import Hardware
 from flatout.modelfile.spec import LayerSpec, ModelSpec, RopeSpec
 
@@ -95,6 +95,7 @@ SPEC = ModelSpec(
     norm_eps=1e-5,
 )
 MACHINE = Hardware("cpu", "a CPU", None, 22 * GIB, 2, True)
+GPU = Hardware("cuda", "a GPU", (9, 0), 140 * GIB, 16, True)
 BLOCK = 2 * 4 * 256 * 16 * 2  # bytes: k and v, layers, kv size, tokens, element
 
 
@@ -173,3 +174,25 @@ def test_an_allocation_that_fails_names_the_settings():
         assert "\n" not in str(e.value)
     with pytest.raises(RuntimeError, match="something else"), memory_errors_named(config):
         raise RuntimeError("something else")
+
+
+# -- by device ------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_for_gpus_alone():
+    with pytest.raises(ConfigError, match="--enforce-eager captures nothing"):
+        Config.make(enforce_eager=True, max_cudagraph_capture_size=8)
+    for options, wrong in (
+        ({"deterministic": True}, "--deterministic: is for GPUs; on the CPU use --dtype float32"),
+        ({"max_cudagraph_capture_size": 8}, "--max-cudagraph-capture-size: is for GPUs"),
+        ({"attention_backend": "triton"}, "--attention-backend: triton needs a CUDA device"),
+    ):
+        with pytest.raises(ConfigError, match=wrong):
+            resolve(Config.make(**options), SPEC, MACHINE)
+    with pytest.raises(ConfigError, match="--attention-backend: --deterministic needs triton"):
+        resolve(Config.make(deterministic=True, attention_backend="torch"), SPEC, GPU)
+    resolved, _ = resolve(Config.make(), SPEC, GPU)
+    assert resolved.device.attention_backend == "triton" and resolved.device.max_cudagraph_capture_size == 1024
+    assert resolve(Config.make(dtype="float32"), SPEC, GPU)[0].device.attention_backend == "torch"
+    assert resolve(Config.make(enforce_eager=True), SPEC, GPU)[0].device.max_cudagraph_capture_size is None
+    assert resolve(Config.make(max_num_seqs=48), SPEC, GPU)[0].device.max_cudagraph_capture_size == 48

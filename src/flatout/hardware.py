@@ -1,4 +1,4 @@
-"""Hardware: what this machine is (detect) and what its memory can give (ceilings, measured once and kept). Plain data.
+"""Hardware: what this machine is (detect) and what it can give (ceilings, measured once and kept). Plain data.
 
 Nothing here decides anything: config.resolve, runner/memory.py and the ledger read it. The measuring code loads torch when it is called,
 never at import. Called by engine.py, bench/ and cli/.
@@ -175,11 +175,12 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The most this machine's memory gave, all allowed threads reading."""
+    """The most this machine gave: its memory, all allowed threads reading, and on a GPU its matrix units."""
 
     read: tuple[Bandwidth, ...]  # by working set, small to large
     copy: Bandwidth  # bytes read and bytes written, together
     measured: float = 0.0  # seconds since 1970
+    matrix: float = 0.0  # 16-bit floating-point operations per second of a large matrix product; 0: not measured on this device
 
     def reading(self, working_set: int) -> Bandwidth:
         """The bandwidth that holds for reading this many bytes over and over: a cache may hold a small model."""
@@ -216,14 +217,14 @@ def _best(a: Ceilings, b: Ceilings) -> Ceilings:
         return b
     pairs = [*zip(a.read, b.read), (a.copy, b.copy)]
     *read, copy = (max(pair, key=lambda bandwidth: bandwidth.median) for pair in pairs)
-    return Ceilings(tuple(read), copy, b.measured)
+    return Ceilings(tuple(read), copy, b.measured, max(a.matrix, b.matrix))
 
 
 def _entry(entry: Any) -> Ceilings | None:
     """What the cache holds for a machine; None for a damaged entry or another version's, which is measured anew and replaced."""
     try:
         read = tuple(Bandwidth(**b) for b in entry["read"])
-        return Ceilings(read, Bandwidth(**entry["copy"]), float(entry["measured"])) if read else None
+        return Ceilings(read, Bandwidth(**entry["copy"]), float(entry["measured"]), float(entry["matrix"])) if read else None
     except (KeyError, TypeError, ValueError):
         return None
 
@@ -253,7 +254,16 @@ def measure(hardware: Hardware) -> Ceilings:
         copy = _timed("copy", sets[-1], lambda: buffer[:half].copy_(buffer[half : 2 * half]), cuda)
     finally:
         torch.set_num_threads(threads)
-    return Ceilings(read, copy, time.time())
+    return Ceilings(read, copy, time.time(), _matrix_rate() if cuda else 0.0)
+
+
+def _matrix_rate() -> float:
+    """Of a product of two bfloat16 matrices of 8192 rows and columns on the GPU."""
+    import torch
+
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))  # zeros would run faster than any real data
+    product = a @ b
+    return 2 * 8192**3 * _timed("product", 1, lambda: torch.mm(a, b, out=product), True).median
 
 
 def _read(data: Tensor) -> Bandwidth:
@@ -265,6 +275,11 @@ def _read(data: Tensor) -> Bandwidth:
     vector = data.new_ones(4096)
     size, cuda = data.numel() * 4, data.is_cuda
     passes: dict[str, Callable[[], object]] = {"matrix-vector": lambda: rows.mv(vector), "row sums": lambda: rows.sum(1)}
+    if cuda:  # H200: 4.37 TB/s where float32 gives 4.3
+        import torch
+
+        halves, half_vector = data.view(torch.bfloat16).view(-1, 4096), data.new_ones(4096, dtype=torch.bfloat16)
+        passes["matrix-vector, 16 bits"] = lambda: halves.mv(half_vector)
     best = max(passes, key=lambda name: _timed(name, size, passes[name], cuda, runs=2).high)
     return _timed(best, size, passes[best], cuda)
 

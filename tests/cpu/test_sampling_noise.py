@@ -35,7 +35,7 @@ def draws(logits: torch.Tensor, keys: torch.Tensor, temperature: float = 1.0) ->
     rows, vocab = len(keys), len(logits)
     ids = torch.full((rows,), int(logits.argmax()))
     params = torch.tensor([[temperature, 1.0, 0.0, float(vocab)]], dtype=torch.float64).expand(rows, 4)
-    sampling._draw_together(ids, logits.expand(rows, vocab), torch.arange(rows), params, keys, sampling.token_hashes(vocab, CPU), 0)
+    sampling._draw_together(ids, logits.expand(rows, vocab), torch.arange(rows), params, keys, sampling.token_hashes(vocab, CPU))
     return ids.numpy()
 
 

@@ -1,4 +1,4 @@
-"""The network on CUDA: attention by variable-length flash and by explicit scores, grouped experts, and families against the CPU."""
+"""The network on CUDA: attention by variable-length flash and by explicit scores, and families against the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from checkpoints import FAMILIES, make
 from network import Sequence, load
 
 from flatout.kernels.attention import Pieces, Varlen
-from flatout.kernels.moe import experts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")
@@ -40,23 +39,6 @@ def test_attention_that_flash_cannot_do(case):
     """Odd head sizes and soft caps."""
     work = check(ROWS["mixed"], 6, 2, case[0], 33, case[1], False, torch.bfloat16, device=CUDA)
     assert isinstance(work.arrangement, Pieces)
-
-
-@pytest.mark.parametrize("tokens", (1, 3, 64, 1000))
-def test_grouped_experts(tokens):
-    rng = torch.Generator(device=CUDA).manual_seed(tokens)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=rng, device=CUDA).bfloat16()
-
-    x, gate_up, down = random(tokens, 64), random(8, 96, 64) * 0.2, random(8, 64, 48) * 0.2
-    weights, chosen = torch.softmax(random(tokens, 8).float(), -1).topk(2)
-    chosen[chosen == 5] = 4  # an expert that nobody chose
-    expected, found = torch.empty_like(x), torch.empty_like(x)
-    experts.reference(expected, x, gate_up, down, weights, chosen, "silu")
-    (grouped,) = [i for i in experts.implementations if i.accepts(found, x, gate_up, down, weights, chosen, "silu")]
-    grouped.run(found, x, gate_up, down, weights, chosen, "silu")
-    torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 TIE = 0.01
 GREEDY = json.loads((DATA / "smollm2_greedy.json").read_text())
 CASES = GREEDY["cases"] + GREEDY["cases_extra"]
+HEADS_NOT_PAGED = ("qwen3",)  # 24 dims
 
 
 def excused(ids: list[int], case: dict) -> int:
@@ -27,7 +28,16 @@ def excused(ids: list[int], case: dict) -> int:
 
 
 @pytest.mark.parametrize(
-    "options", ({}, {"async_scheduling": False, "enable_prefix_caching": False}, {"max_num_batched_tokens": 64, "max_num_seqs": 16})
+    "options",
+    (
+        {},
+        {"async_scheduling": False, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 64, "max_num_seqs": 16},
+        {"attention_backend": "triton"},  # captured: torch's attention, float32's default, cannot be
+        {"attention_backend": "triton", "enforce_eager": True},
+        {"attention_backend": "triton", "max_cudagraph_capture_size": 5, "max_num_batched_tokens": 64},
+    ),
+    ids=str,
 )
 def test_default_model_float32(default_model, options):
     with LLM("smollm2", dtype="float32", max_model_len=1024, gpu_memory_utilization=0.3, **options) as llm:
@@ -38,9 +48,11 @@ def test_default_model_float32(default_model, options):
             print("ties excused:", sum(excused(r.outputs[0].token_ids, c) for r, c in zip(results, CASES)))
 
 
-def test_a17_any_number_of_rows_gives_the_same_ids(default_model):
-    """Batch sizes between those that kernels and, later, captured graphs are made for."""
-    with LLM("smollm2", dtype="float32", max_model_len=1024, max_num_seqs=32, gpu_memory_utilization=0.3) as llm:
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+def test_a17_any_number_of_rows_gives_the_same_ids(default_model, backend):
+    """Batch sizes between those that kernels and captured steps are made for."""
+    options = {"attention_backend": backend, "max_num_seqs": 32, "gpu_memory_utilization": 0.3}
+    with LLM("smollm2", dtype="float32", max_model_len=1024, **options) as llm:
         for rows in (1, 2, 3, 5, 7, 9, 17, 32, 33):
             cases = [CASES[i % len(CASES)] for i in range(rows)]
             params = [SamplingParams(temperature=0, max_tokens=len(c["greedy_ids"])) for c in cases]
@@ -48,8 +60,9 @@ def test_a17_any_number_of_rows_gives_the_same_ids(default_model):
             print(rows, "rows, ties excused:", sum(excused(r.outputs[0].token_ids, c) for r, c in zip(results, cases)))
 
 
-def test_default_model_bfloat16(default_model):
-    with LLM("smollm2", dtype="bfloat16", max_model_len=1024, gpu_memory_utilization=0.3) as llm:
+@pytest.mark.parametrize("options", ({}, {"enforce_eager": True}, {"attention_backend": "torch"}), ids=str)
+def test_default_model_bfloat16(default_model, options):
+    with LLM("smollm2", dtype="bfloat16", max_model_len=1024, gpu_memory_utilization=0.3, **options) as llm:
         params = [SamplingParams(temperature=0, max_tokens=len(c["greedy_ids"])) for c in CASES]
         results = llm.generate([c["prompt_ids"] for c in CASES], params)
         for result, case in zip(results, CASES):
@@ -68,8 +81,11 @@ def test_families_float32(family, tmp_path):
     prompts = [torch.randint(5, 250, (n,), generator=generator).tolist() for n in (1, 15, 16, 17, 100)]
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     got = {}
-    for device in ("cpu", "cuda"):
+    for device, backend in (("cpu", "torch"), ("cuda", "torch"), ("cuda", "triton")):
+        if backend == "triton" and family in HEADS_NOT_PAGED:
+            continue
         options = {"num_gpu_blocks_override": 128, "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 48}
-        with LLM(str(folder), dtype="float32", device=device, **options) as llm:
-            got[device] = [r.outputs[0].token_ids for r in llm.generate(prompts, params)]
-    assert got["cpu"] == got["cuda"]
+        with LLM(str(folder), dtype="float32", device=device, attention_backend=backend, **options) as llm:
+            got[device, backend] = [r.outputs[0].token_ids for r in llm.generate(prompts, params)]
+    expected = got.pop(("cpu", "torch"))
+    assert all(ids == expected for ids in got.values())

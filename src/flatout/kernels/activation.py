@@ -29,7 +29,7 @@ def _add_gated_cost(out: Tensor, x: Tensor, gate: Tensor) -> Cost:
     return Cost(activations=nbytes(out, out, x, gate), flops=2 * out.numel())
 
 
-@op(cost=_gate_cost)
+@op(cost=_gate_cost, last_resort=True)
 def gate_mul(out: Tensor, gate_up: Tensor, activation: str) -> None:
     """out [T, I] = activation(gate) * up, where gate_up [T, 2I] holds gate first. activation: one of ACTIVATIONS."""
     gate, up = gate_up.chunk(2, -1)

@@ -5,10 +5,12 @@ Called by layers/embedding.py, by layers/rotary.py for its table and by layers/h
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flatout.kernels.op import Cost, nbytes, op
+from flatout.kernels.op import Cost, nbytes, op, shape_class
 
 
 def _embedding_cost(out: Tensor, ids: Tensor, weight: Tensor, scale: float) -> Cost:
@@ -19,7 +21,16 @@ def _gather_cost(out: Tensor, source: Tensor, indices: Tensor) -> Cost:
     return Cost(activations=nbytes(out, out, indices))
 
 
-@op(cost=_embedding_cost)
+def _embedding_key(out: Tensor, ids: Tensor, weight: Tensor, scale: float) -> tuple[Any, ...]:
+    return (out.device.type, out.dtype, shape_class(out.shape[0]), out.shape[1], scale == 1.0)
+
+
+def _gather_key(out: Tensor, source: Tensor, indices: Tensor) -> tuple[Any, ...]:
+    """Not how many rows there are to pick from: of a step's hidden states any number."""
+    return (out.device.type, out.dtype, shape_class(out.shape[0]), out.shape[1])
+
+
+@op(cost=_embedding_cost, key=_embedding_key, last_resort=True)
 def embedding(out: Tensor, ids: Tensor, weight: Tensor, scale: float) -> None:
     """out [T, H] = weight [V, H] at ids (int64 [T]), times scale."""
     torch.index_select(weight, 0, ids, out=out)
@@ -27,7 +38,7 @@ def embedding(out: Tensor, ids: Tensor, weight: Tensor, scale: float) -> None:
         out.mul_(scale)
 
 
-@op(cost=_gather_cost)
+@op(cost=_gather_cost, key=_gather_key, last_resort=True)
 def gather_rows(out: Tensor, source: Tensor, indices: Tensor) -> None:
     """out [S, H] = source [N, H] at indices (int64 [S])."""
     torch.index_select(source, 0, indices, out=out)

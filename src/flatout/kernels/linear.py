@@ -1,6 +1,7 @@
-"""Op linear: rows times a weight matrix, plain 16- or 32-bit weights.
+"""Ops on plain 16- or 32-bit weights: linear; linear_add, onto the residual stream; norm_linear and norm_gated, which norm their rows first.
 
-Quantised products are ops of their own files. Called by the schemes of quant/ through layers/linear.py.
+The last three exist so that a kernel can do them in one pass over few rows; `composed` is the same by the ops they consist of, through
+scratch rows they are given. Quantised products are ops of their own files. Called by the schemes of quant/ through layers/linear.py.
 """
 
 from __future__ import annotations
@@ -10,28 +11,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatout.kernels.activation import gate_mul
+from flatout.kernels.norm import add, rms_norm
 from flatout.kernels.op import Cost, nbytes, op, shape_class
 
 
-def _cost(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Cost:
+def _linear_cost(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Cost:
     return Cost(weights=nbytes(weight, bias), activations=nbytes(out, x), flops=2 * x.shape[0] * weight.numel())
 
 
-def _key(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    return (x.device.type, x.dtype, shape_class(x.shape[0]), weight.shape, bias is None)
+def _linear_key(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> tuple[Any, ...]:
+    return (x.device.type, x.dtype, out.dtype, shape_class(x.shape[0]), weight.shape, bias is None, invariant)
 
 
-@op(cost=_cost, key=_key)
-def linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """out [T, N] = x [T, K] @ weight [N, K]^T + bias [N]. One dtype for all."""
-    if bias is None:
+@op(cost=_linear_cost, key=_linear_key, last_resort=True)
+def linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> None:
+    """out [T, N] = x [T, K] @ weight [N, K]^T + bias [N]. One dtype for all; on CUDA out may be float32 over 16-bit operands.
+
+    invariant: only implementations may run that give a row the same bits whatever other rows are there.
+    """
+    if out.dtype != x.dtype:
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+        if bias is not None:
+            out.add_(bias)
+    elif bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-@linear.implementation("vector", lambda out, x, weight, bias: x.shape[0] == 1 and not x.is_cuda)
-def _vector(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _blas_accepts(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> bool:
+    return not invariant
+
+
+linear.implementation("blas", _blas_accepts)(linear.reference)
+
+
+def _vector_accepts(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> bool:
+    return x.shape[0] == 1 and not x.is_cuda and not invariant
+
+
+@linear.implementation("vector", _vector_accepts)
+def _vector(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> None:
     """One row as matrix times vector. bfloat16, 2 threads: 67 us where mm takes 105 (960x576), 1.8 ms where it takes 4.5 (49152x576)."""
     if bias is None:
         torch.mv(weight, x[0], out=out[0])
@@ -39,8 +60,197 @@ def _vector(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None
         torch.addmv(bias, weight, x[0], out=out[0])
 
 
-@linear.implementation("weight_first", lambda out, x, weight, bias: 2 <= x.shape[0] <= 64 and not x.is_cuda)
-def _weight_first(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _weight_first_accepts(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> bool:
+    return 2 <= x.shape[0] <= 64 and not x.is_cuda and not invariant
+
+
+@linear.implementation("weight_first", _weight_first_accepts)
+def _weight_first(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> None:
     """The product turned round, then transposed: oneDNN reads a row-major weight as it lies. bfloat16 49152x576: 3.0 ms where mm takes 3.8 (8 rows)."""
     turned = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias.unsqueeze(1), weight, x.t())
     out.copy_(turned.t())
+
+
+# ---------------------------------------------------------------- onto the stream
+
+
+def _add_cost(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> Cost:
+    return Cost(
+        weights=nbytes(weight, bias),
+        activations=nbytes(stream, stream, x),
+        flops=2 * x.shape[0] * weight.numel() + 2 * stream.numel(),
+    )
+
+
+def _add_key(
+    stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool
+) -> tuple[Any, ...]:
+    return (x.device.type, x.dtype, shape_class(x.shape[0]), weight.shape, bias is None, scale == 1.0, invariant)
+
+
+@op(cost=_add_cost, outs=("stream", "scratch"), updates=("stream",), key=_add_key, last_resort=True)
+def linear_add(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> None:
+    """stream [T, N] += scale * (x [T, K] @ weight [N, K]^T + bias [N]). scratch [T, N]: holds nothing of use afterwards."""
+    product = x.float() @ weight.float().t()
+    stream.copy_(stream + scale * (product if bias is None else product + bias))
+
+
+def _addmm_accepts(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> bool:
+    return x.is_cuda and bias is None and not invariant
+
+
+@linear_add.implementation("addmm", _addmm_accepts)
+def _addmm(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> None:
+    """cuBLAS adds in its own epilogue."""
+    torch.addmm(stream, x, weight.t(), alpha=scale, out=stream)
+
+
+@linear_add.implementation("composed", lambda *operands: not _addmm_accepts(*operands))
+def _add_composed(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> None:
+    linear.dispatch(scratch, x, weight, bias, invariant)
+    add.dispatch(stream, scratch, scale)
+
+
+# ---------------------------------------------------------------- from the stream
+
+
+def _norm_linear_cost(
+    out: Tensor,
+    scratch: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    offset: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    invariant: bool,
+) -> Cost:
+    return Cost(
+        weights=nbytes(weight, bias, norm_weight),
+        activations=nbytes(out, x),
+        flops=2 * x.shape[0] * weight.numel() + 4 * x.numel(),
+    )
+
+
+def _norm_linear_key(
+    out: Tensor,
+    scratch: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    offset: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    invariant: bool,
+) -> tuple[Any, ...]:
+    return (x.device.type, x.dtype, out.dtype, shape_class(x.shape[0]), weight.shape, bias is None, offset, invariant)
+
+
+@op(cost=_norm_linear_cost, outs=("out", "scratch"), key=_norm_linear_key, last_resort=True)
+def norm_linear(
+    out: Tensor,
+    scratch: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    offset: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    invariant: bool,
+) -> None:
+    """out [T, N] = rms_norm(x [T, K]) @ weight [N, K]^T + bias. The norm is kernels/norm.py's. scratch [T, K]: of no use afterwards."""
+    rms_norm.reference(scratch, x, norm_weight, eps, offset)
+    linear.reference(out, scratch, weight, bias, invariant)
+
+
+@norm_linear.implementation("composed", lambda *operands: True)
+def _norm_linear_composed(
+    out: Tensor,
+    scratch: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    offset: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    invariant: bool,
+) -> None:
+    rms_norm.dispatch(scratch, x, norm_weight, eps, offset)
+    linear.dispatch(out, scratch, weight, bias, invariant)
+
+
+def _norm_gated_cost(
+    out: Tensor,
+    scratch: Tensor,
+    wide: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    offset: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    invariant: bool,
+) -> Cost:
+    return Cost(
+        weights=nbytes(weight, bias, norm_weight),
+        activations=nbytes(out, x),
+        flops=2 * x.shape[0] * weight.numel() + 4 * x.numel() + 5 * out.numel(),
+    )
+
+
+def _norm_gated_key(
+    out: Tensor,
+    scratch: Tensor,
+    wide: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    offset: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    invariant: bool,
+) -> tuple[Any, ...]:
+    return (x.device.type, x.dtype, shape_class(x.shape[0]), weight.shape, bias is None, offset, activation, invariant)
+
+
+@op(cost=_norm_gated_cost, outs=("out", "scratch", "wide"), key=_norm_gated_key, last_resort=True)
+def norm_gated(
+    out: Tensor,
+    scratch: Tensor,
+    wide: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    offset: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    invariant: bool,
+) -> None:
+    """out [T, I] = activation(gate) * up, where [gate, up] = rms_norm(x [T, K]) @ weight [2I, K]^T + bias, gate's rows first.
+
+    scratch [T, K], wide [T, 2I]: of no use afterwards.
+    """
+    norm_linear.reference(wide, scratch, x, norm_weight, eps, offset, weight, bias, invariant)
+    gate_mul.reference(out, wide, activation)
+
+
+@norm_gated.implementation("composed", lambda *operands: True)
+def _norm_gated_composed(
+    out: Tensor,
+    scratch: Tensor,
+    wide: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    offset: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    invariant: bool,
+) -> None:
+    rms_norm.dispatch(scratch, x, norm_weight, eps, offset)
+    linear.dispatch(wide, scratch, weight, bias, invariant)
+    gate_mul.dispatch(out, wide, activation)

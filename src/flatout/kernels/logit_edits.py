@@ -20,7 +20,12 @@ DISALLOWED = float("-inf")
 
 
 def _clean_cost(logits: Tensor, edited: Tensor) -> Cost:
-    return Cost(activations=nbytes(logits))
+    """The CPU reads all; elsewhere the rows of `edited` are read and written."""
+    return Cost(
+        activations=nbytes(logits, edited)
+        if logits.device.type == "cpu"
+        else nbytes(edited) + 2 * edited.numel() * logits.shape[1] * logits.element_size()
+    )
 
 
 def _bias_cost(logits: Tensor, cells: Tensor, values: Tensor) -> Cost:
@@ -50,20 +55,26 @@ def _append_cost(history: Tensor, cells: Tensor, ids: Tensor, rows: Tensor) -> C
     return Cost(activations=nbytes(cells, rows) + cells.numel() * (ids.element_size() + history.element_size()))
 
 
-@op(cost=_clean_cost, outs=("logits",))
+@op(cost=_clean_cost, outs=("logits",), updates=("logits",))
 def clean_logits(logits: Tensor, edited: Tensor) -> None:
     """In logits float32 [S, V]: NaN and -inf become the lowest finite float, +inf the highest; so one bad value cannot spoil a row.
 
-    The CPU reads each row's maximum and rewrites only rows that need it and the rows of `edited` (int64 [N]): a maximum shows NaN and
-    +inf, and -inf matters only beside edits.
+    Elsewhere than on the CPU only in the rows of `edited` (int64 [N]): the ops that choose and rate (sampling.py) read the others as if they
+    were clean. The CPU reads each row's maximum and rewrites only rows that need it and edited ones: a maximum shows NaN and +inf, and
+    -inf matters only beside edits.
     """
     if logits.device.type != "cpu":
-        logits.nan_to_num_(nan=LOWEST, posinf=HIGHEST, neginf=LOWEST)
+        _clean_rows(logits, edited)
         return
     bad = ~np.isfinite(logits.numpy().max(axis=1))
     bad[edited.numpy()] = True
     for row in np.flatnonzero(bad).tolist():
         logits[row].nan_to_num_(nan=LOWEST, posinf=HIGHEST, neginf=LOWEST)
+
+
+def _clean_rows(logits: Tensor, edited: Tensor) -> None:
+    if edited.numel():
+        logits.index_copy_(0, edited, logits.index_select(0, edited).nan_to_num_(nan=LOWEST, posinf=HIGHEST, neginf=LOWEST))
 
 
 @op(cost=_bias_cost, outs=("logits",))

@@ -14,7 +14,7 @@ def _cost(out: Tensor, x: Tensor, scale: float, softcap: float) -> Cost:
     return Cost(activations=nbytes(out, x), flops=out.numel() * ((scale != 1.0) + 3 * bool(softcap)))
 
 
-@op(cost=_cost)
+@op(cost=_cost, last_resort=True)
 def finish_logits(out: Tensor, x: Tensor, scale: float, softcap: float) -> None:
     """out float32 [S, V] = scale * x, then softcap * tanh(. / softcap) unless softcap is 0. out may be x."""
     out.copy_(x)

@@ -1,6 +1,7 @@
 """Ops of mixture-of-experts blocks: route (which experts, with what weights) and experts (their feed-forward nets, weighed and summed).
 
-Called by layers/moe.py. On CUDA in bfloat16 routing stays on the device; elsewhere the loop over experts reads the counts on the host.
+The reference loops over experts and so reads their counts on the host; on CUDA kernels/gpu/moe.py has what reads nothing. Called by
+layers/moe.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,29 @@ def _route_cost(weights: Tensor, chosen: Tensor, logits: Tensor, renormalise: bo
     return Cost(activations=nbytes(weights, chosen, logits), flops=5 * logits.numel())
 
 
-def _experts_cost(out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, activation: str) -> Cost:
+@op(cost=_route_cost, outs=("weights", "chosen"))
+def route(weights: Tensor, chosen: Tensor, logits: Tensor, renormalise: bool) -> None:
+    """The top_k of softmax(logits [T, E]) in float32: weights float32 [T, top_k], chosen int64 [T, top_k]; renormalise: weights sum to 1.
+
+    Which of equal logits come first is open, as in torch.topk.
+    """
+    torch.topk(torch.softmax(logits, -1, dtype=torch.float32), chosen.shape[1], -1, out=(weights, chosen))
+    if renormalise:
+        weights.div_(weights.sum(-1, keepdim=True))
+
+
+def _experts_cost(
+    out: Tensor,
+    act: Tensor,
+    parts: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    activation: str,
+    invariant: bool,
+) -> Cost:
     tokens, top_k = chosen.shape
     one = gate_up[0].numel() + down[0].numel()
     met = expected_experts(tokens, top_k, gate_up.shape[0])
@@ -33,42 +56,78 @@ def _experts_cost(out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights
     )
 
 
-@op(cost=_route_cost, outs=("weights", "chosen"))
-def route(weights: Tensor, chosen: Tensor, logits: Tensor, renormalise: bool) -> None:
-    """The top_k of softmax(logits [T, E]) in float32: weights float32 [T, top_k], chosen int64 [T, top_k]; renormalise: weights sum to 1."""
-    torch.topk(torch.softmax(logits, -1, dtype=torch.float32), chosen.shape[1], -1, out=(weights, chosen))
-    if renormalise:
-        weights.div_(weights.sum(-1, keepdim=True))
-
-
-@op(cost=_experts_cost)
-def experts(out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, activation: str) -> None:
+@op(cost=_experts_cost, outs=("out", "act", "parts"), last_resort=True)
+def experts(
+    out: Tensor,
+    act: Tensor,
+    parts: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    activation: str,
+    invariant: bool,
+) -> None:
     """out [T, H] = sum over a token's experts e of weights * down[e] @ (activation(gate) * up), with gate and up = gate_up[e] @ x.
 
-    x [T, H]; gate_up [E, 2I, H], gate first; down [E, H, I]; weights float32, chosen int64 [T, top_k].
+    x [T, H]; gate_up [E, 2I, H], gate first; down [E, H, I]; weights float32, chosen int64 [T, top_k]. The sum is in float32, in the order
+    of choice. act [T, top_k * I] and parts [T, top_k * H]: of no use afterwards; they, weights and chosen have no gaps between rows.
+    invariant: only implementations may run that give a row the same bits whatever other rows are there.
     """
-    top_k = chosen.shape[1]
     order = torch.argsort(chosen.flatten(), stable=True)  # (token, choice) pairs, expert by expert
-    sent = x.index_select(0, order // top_k)
-    returned = torch.empty_like(sent)
+    by_pair = parts.view(order.shape[0], out.shape[1])
     begin = 0
     for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=gate_up.shape[0]).tolist()):
         if count:
-            gate, up = F.linear(sent[begin : begin + count], gate_up[expert]).chunk(2, -1)
-            torch.mm(activate(gate, activation) * up, down[expert].t(), out=returned[begin : begin + count])
+            pairs = order[begin : begin + count]
+            gate, up = F.linear(x[pairs // chosen.shape[1]], gate_up[expert]).chunk(2, -1)
+            by_pair[pairs] = F.linear(activate(gate, activation) * up, down[expert])
             begin += count
-    _combine(out, returned, order, weights)
+    _combine(out, parts, weights)
 
 
-def _combine(out: Tensor, returned: Tensor, order: Tensor, weights: Tensor) -> None:
-    """Weigh the experts' outputs and sum them by token, in float32 and in the order of choice: no atomics, always the same sum."""
-    by_token = torch.empty_like(returned).index_copy_(0, order, returned).view(*weights.shape, -1)
-    out.copy_((by_token * weights.unsqueeze(-1)).sum(1))
+def _combine(out: Tensor, parts: Tensor, weights: Tensor) -> None:
+    out.copy_((parts.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1))
 
 
-@experts.implementation("grouped", lambda out, x, gate_up, down, *rest: _grouped_runs(x, gate_up, down))
-def _grouped(out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, activation: str) -> None:
-    """Two grouped products whose group ends stay on the device."""
+def _grouped_accepts(
+    out: Tensor,
+    act: Tensor,
+    parts: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    activation: str,
+    invariant: bool,
+) -> bool:
+    """bfloat16 on compute capability 9.0 on, rows in whole 16 bytes."""
+    return (
+        x.is_cuda
+        and not invariant
+        and x.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+        and gate_up.shape[2] % 8 == 0
+        and down.shape[2] % 8 == 0
+    )
+
+
+@experts.implementation("grouped", _grouped_accepts)
+def _grouped(
+    out: Tensor,
+    act: Tensor,
+    parts: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    activation: str,
+    invariant: bool,
+) -> None:
+    """Two grouped products of torch's whose group ends stay on the device."""
     flat = chosen.flatten()
     order = torch.argsort(flat, stable=True)
     counts = torch.zeros(gate_up.shape[0], dtype=torch.int32, device=x.device).scatter_add_(
@@ -78,15 +137,5 @@ def _grouped(out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Ten
     sent = x.index_select(0, order // chosen.shape[1])
     gate, up = torch._grouped_mm(sent, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
     returned = torch._grouped_mm(activate(gate, activation) * up, down.transpose(1, 2), offs=ends)
-    _combine(out, returned, order, weights)
-
-
-def _grouped_runs(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
-    """bfloat16 on compute capability 9.0 on, rows in whole 16 bytes."""
-    return (
-        x.is_cuda
-        and x.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(x.device) >= (9, 0)
-        and gate_up.shape[2] % 8 == 0
-        and down.shape[2] % 8 == 0
-    )
+    parts.view(order.shape[0], -1).index_copy_(0, order, returned)
+    _combine(out, parts, weights)

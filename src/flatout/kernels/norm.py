@@ -1,4 +1,4 @@
-"""Ops on the residual stream: rms_norm, add_rms_norm (residual add and the next norm in one), add.
+"""Ops on the residual stream: rms_norm and add.
 
 Norms compute in float32 and round where Transformers does: before the weight, or after it where the weight has an offset (Gemma). No weights
 live here. Called by layers/norm.py; kernels/rope.py uses `normalise` for its heads.
@@ -6,7 +6,6 @@ live here. Called by layers/norm.py; kernels/rope.py uses `normalise` for its he
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,10 +20,6 @@ def _norm_cost(out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float
     return Cost(weights=nbytes(weight), activations=nbytes(out, x), flops=4 * x.numel())
 
 
-def _add_norm_cost(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, scale: float) -> Cost:
-    return Cost(weights=nbytes(weight), activations=nbytes(out, residual, residual, x), flops=6 * x.numel())
-
-
 def _add_cost(residual: Tensor, x: Tensor, scale: float) -> Cost:
     return Cost(activations=nbytes(residual, residual, x), flops=2 * x.numel())
 
@@ -33,11 +28,7 @@ def _norm_key(out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float)
     return (x.device.type, x.dtype, shape_class(x.shape[0]), x.shape[1], offset)
 
 
-def _add_norm_key(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, scale: float) -> tuple[Any, ...]:
-    return (x.device.type, x.dtype, shape_class(x.shape[0]), x.shape[1], offset)
-
-
-@op(cost=_norm_cost, key=_norm_key)
+@op(cost=_norm_cost, key=_norm_key, last_resort=True)
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float) -> None:
     """out = x / sqrt(mean(x^2) + eps) * (offset + weight), over the rows of [T, H]. out may be x."""
     wide = x.float()
@@ -45,14 +36,7 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float) 
     out.copy_(wide * (weight.float() + offset) if offset else wide.to(weight.dtype) * weight)
 
 
-@op(cost=_add_norm_cost, outs=("out", "residual"), updates=("residual",), key=_add_norm_key)
-def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, scale: float) -> None:
-    """residual += scale * x, rounded to its dtype; then out = rms_norm(residual). All [T, H]."""
-    residual.add_(x, alpha=scale)
-    rms_norm.reference(out, residual, weight, eps, offset)
-
-
-@op(cost=_add_cost, outs=("residual",), updates=("residual",))
+@op(cost=_add_cost, outs=("residual",), updates=("residual",), last_resort=True)
 def add(residual: Tensor, x: Tensor, scale: float) -> None:
     """residual += scale * x, both [T, H]."""
     residual.add_(x, alpha=scale)
@@ -89,14 +73,5 @@ def normalise(out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float)
     (_by_torch if suits else _by_vector_norm)(out, x, weight, eps, offset)
 
 
-def _after_add(norm: Callable[..., None]) -> Callable[..., None]:
-    def run(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, scale: float) -> None:
-        norm(out, residual.add_(x, alpha=scale), weight, eps, offset)
-
-    return run
-
-
-rms_norm.implementation("torch", lambda out, x, weight, eps, offset: _torch_suits(x, offset))(_by_torch)
-rms_norm.implementation("vector_norm", lambda *args: True)(_by_vector_norm)
-add_rms_norm.implementation("torch", lambda out, residual, x, weight, eps, offset, scale: _torch_suits(x, offset))(_after_add(_by_torch))
-add_rms_norm.implementation("vector_norm", lambda *args: True)(_after_add(_by_vector_norm))
+rms_norm.implementation("torch", lambda out, x, weight, eps, offset: not x.is_cuda and _torch_suits(x, offset))(_by_torch)
+rms_norm.implementation("vector_norm", lambda out, x, weight, eps, offset: not x.is_cuda)(_by_vector_norm)

@@ -5,11 +5,13 @@ One op so that a kernel can do it in one pass. Frequencies are made in layers/ro
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from flatout.kernels.norm import normalise
-from flatout.kernels.op import Cost, nbytes, op
+from flatout.kernels.op import Cost, nbytes, op, shape_class
 
 
 def _cost(
@@ -35,7 +37,27 @@ def _cost(
     )
 
 
-@op(cost=_cost, outs=("qk", "k_cache", "v_cache"), updates=("qk",))
+def _key(
+    qk: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    offset: float,
+) -> tuple[Any, ...]:
+    """Not the size of the cache: it follows the free memory of the day."""
+    norms = (None, None) if q_norm is None or k_norm is None else (q_norm.shape[0], k_norm.shape[0])
+    rotary = 0 if cos is None else cos.shape[2]
+    rows, heads, dim = qk.shape
+    return (qk.device.type, qk.dtype, k_cache.dtype, shape_class(rows), heads, value.shape[1], dim, rotary, *norms)
+
+
+@op(cost=_cost, outs=("qk", "k_cache", "v_cache"), updates=("qk",), key=_key, last_resort=True)
 def rope_kv_write(
     qk: Tensor,
     value: Tensor,

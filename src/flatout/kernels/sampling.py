@@ -1,25 +1,25 @@
 """Ops that choose tokens and rate them: greedy, draw, token_logprobs; and the counter-based random numbers behind draw.
 
 No generator state anywhere: the noise of a token is a function of (seed, sample index, output position, token id), so batching, order,
-preemption, restart and parallel ranks change nothing. On CUDA no op here syncs or depends on the other rows of a batch.
-runner/sampler.py calls these; runner/sampling_reference.py says the same in float64, for reading and for tests.
+preemption, restart and parallel ranks change nothing. On CUDA no op here syncs or depends on the other rows of a batch; the kernels are
+gpu/greedy.py's and gpu/sampling.py's. runner/sampler.py calls these; runner/sampling_reference.py says the same in float64, to read.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.kernels.logit_edits import LOWEST
+from flatout.kernels.logit_edits import DISALLOWED, HIGHEST, LOWEST
 from flatout.kernels.op import Cost, nbytes, op
 
 LOGPROB_FLOOR = -9999.0  # reported for a token of no probability, as in OpenAI's API: JSON has no -inf
-SMALL_TOP_K = 1024  # up to here a partial sort pays on a GPU
 FIRST_LOOK = 1024  # on the CPU top_p looks at so many of the largest first; a model's usual output needs no more
-CHUNK = 1 << 24  # most logits worked on at once on a GPU: 64 MiB for each float32 temporary
+CHUNK = 1 << 24  # most logits worked on at once without kernels on a GPU: 64 MiB for each float32 temporary
 
 # ---------------------------------------------------------------- random numbers
 #
@@ -102,32 +102,42 @@ def _greedy_cost(ids: Tensor, logits: Tensor) -> Cost:
     return Cost(activations=nbytes(logits, ids))
 
 
-def _draw_cost(ids: Tensor, logits: Tensor, rows: Tensor, params: Tensor, keys: Tensor, hashes: Tensor, width: int) -> Cost:
+def _draw_cost(ids: Tensor, logits: Tensor, rows: Tensor, params: Tensor, keys: Tensor, hashes: Tensor) -> Cost:
     cells = rows.shape[0] * logits.shape[1]
-    return Cost(activations=cells * logits.element_size() + nbytes(hashes, rows, params, keys), flops=16 * cells)
+    return Cost(activations=cells * logits.element_size() + nbytes(rows, params, keys), flops=16 * cells)
+
+
+def _draw_key(ids: Tensor, logits: Tensor, rows: Tensor, params: Tensor, keys: Tensor, hashes: Tensor) -> tuple[Any, ...]:
+    return (logits.device.type, logits.dtype, logits.shape[1])
 
 
 def _logprobs_cost(chosen: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor, logits: Tensor, ids: Tensor) -> Cost:
     return Cost(activations=nbytes(logits, ids, chosen, ranks, top_ids, top_logprobs), flops=4 * logits.numel())
 
 
-@op(cost=_greedy_cost, outs=("ids",))
+def _logprobs_key(chosen: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor, logits: Tensor, ids: Tensor) -> tuple[Any, ...]:
+    return (logits.device.type, logits.dtype, logits.shape[1], top_ids.shape[1])
+
+
+@op(cost=_greedy_cost, outs=("ids",), last_resort=True)
 def greedy(ids: Tensor, logits: Tensor) -> None:
-    """ids int64 [S] = the largest of each row of logits [S, V] (no NaN); the lowest id among equals."""
+    """ids int64 [S] = the largest of each row of logits [S, V]; the lowest id among equals.
+
+    The CPU wants cleaned logits (logit_edits.clean_logits), here and below; elsewhere NaN and +inf have the meaning that gives them.
+    """
     if logits.device.type == "cpu":
         np.argmax(logits.numpy(), axis=1, out=ids.numpy())  # 4 us a row at V=49k where torch takes 93
     else:
-        torch.argmax(logits, dim=1, out=ids)
+        _greedy_together(ids, logits)
 
 
-@op(cost=_draw_cost, outs=("ids",))
-def draw(ids: Tensor, logits: Tensor, rows: Tensor, params: Tensor, keys: Tensor, hashes: Tensor, width: int) -> None:
+@op(cost=_draw_cost, outs=("ids",), updates=("ids",), key=_draw_key, last_resort=True)
+def draw(ids: Tensor, logits: Tensor, rows: Tensor, params: Tensor, keys: Tensor, hashes: Tensor) -> None:
     """Draw a token for some rows: temperature, then min_p, top_k and top_p, then chance.
 
-    ids int64 [S] holds each row's greedy choice and receives the drawn one at `rows` (int64 [R], any order).
-    logits float32 [S, V] without NaN or +inf, unchanged. params float64 [R, 4]: temperature > 0, top_p, min_p, top_k (V: off).
+    ids int64 [S] holds each row's greedy choice and receives the drawn one at `rows` (int64 [R], distinct, in any order).
+    logits float32 [S, V], unchanged. params float64 [R, 4]: temperature > 0, top_p, min_p, top_k (V: off).
     keys int64 [R, 2] from position_keys. hashes int32 [V] from token_hashes.
-    width: how many of the largest logits the filters of these rows must see: 0 without top_k and top_p, the largest top_k, or V.
 
     Who is kept: sort the logits, falling. Keep those with a probability of at least min_p times the first's; of these the first
     top_k; of these the shortest beginning that holds at least top_p of their probability. A token equal to the last one kept stays
@@ -140,12 +150,12 @@ def draw(ids: Tensor, logits: Tensor, rows: Tensor, params: Tensor, keys: Tensor
     step = max(1, CHUNK // logits.shape[1])
     for part in range(0, rows.shape[0], step):
         some = slice(part, part + step)
-        _draw_together(ids, logits, rows[some], params[some], keys[some], hashes, width)
+        _draw_together(ids, logits, rows[some], params[some], keys[some], hashes)
 
 
-@op(cost=_logprobs_cost, outs=("chosen", "ranks", "top_ids", "top_logprobs"))
+@op(cost=_logprobs_cost, outs=("chosen", "ranks", "top_ids", "top_logprobs"), key=_logprobs_key, last_resort=True)
 def token_logprobs(chosen: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor, logits: Tensor, ids: Tensor) -> None:
-    """Log-probabilities under softmax(logits [N, V]) of ids (int64 [N]) and of each row's K likeliest tokens.
+    """Log-probabilities under softmax(logits float32 [N, V]) of ids (int64 [N]) and of each row's K likeliest tokens.
 
     chosen float32 [N]; ranks int32 [N]: how many logits are at least as large, as vLLM counts (1: the likeliest, alone);
     top_ids int32 [N, K], top_logprobs float32 [N, K]: falling, lower ids first among equals. Nothing is under LOGPROB_FLOOR.
@@ -254,22 +264,28 @@ def _logprobs_by_row(chosen: Tensor, ranks: Tensor, top_ids: Tensor, top_logprob
             best_values[row] = np.maximum(logit[best].astype(np.float64) - total, LOGPROB_FLOOR)
 
 
-# ---------------------------------------------------------------- CUDA: rows together, no sync
+# ---------------------------------------------------------------- without kernels on a GPU: rows together, no sync
 #
 # Sums that decide are of integers: exact, so their order and with it the shape of the batch cannot matter.
 
 
-def _draw_together(ids: Tensor, logits: Tensor, rows: Tensor, params: Tensor, keys: Tensor, hashes: Tensor, width: int) -> None:
-    scaled = logits.index_select(0, rows)
+def _cleaned(logits: Tensor, lowest: float) -> Tensor:
+    """A copy, as logit_edits.clean_logits would make it; -inf, which a mask may have put there, becomes `lowest`."""
+    return logits.nan_to_num(nan=LOWEST, posinf=HIGHEST, neginf=lowest)
+
+
+def _greedy_together(ids: Tensor, logits: Tensor) -> None:
+    torch.argmax(_cleaned(logits, DISALLOWED), dim=1, out=ids)
+
+
+def _draw_together(ids: Tensor, logits: Tensor, rows: Tensor, params: Tensor, keys: Tensor, hashes: Tensor) -> None:
+    scaled = _cleaned(logits.index_select(0, rows), DISALLOWED)
     greedy_ids = ids.index_select(0, rows)
     peak = scaled.gather(1, greedy_ids.unsqueeze(1))
     temperature, top_p, min_p, top_k = (column.unsqueeze(1) for column in params.unbind(1))
     scaled -= peak
     scaled /= temperature.float()
-    threshold = min_p.log().float()
-    if width:
-        largest = scaled.topk(width).values if width <= SMALL_TOP_K else scaled.sort(dim=1, descending=True).values
-        threshold = _threshold(largest, top_k, top_p, threshold)
+    threshold = _threshold(scaled.sort(dim=1, descending=True).values, top_k, top_p, min_p.log().float())
     uniform = _noise_bits_of_rows(hashes, keys).float()
     uniform += 0.5
     uniform *= 2.0**-31
@@ -278,21 +294,20 @@ def _draw_together(ids: Tensor, logits: Tensor, rows: Tensor, params: Tensor, ke
     ids[rows] = torch.where(peak.squeeze(1) > LOWEST, score.argmax(dim=1), greedy_ids)
 
 
-def _threshold(largest: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> Tensor:
-    """The last value kept: float32 [R, 1].
-
-    largest float32 [R, W]: the W largest scaled logits of each row, falling from 0; W at least top_k, or all.
-    """
-    alive = (torch.arange(largest.shape[1], device=largest.device) < top_k) & (largest >= floor)
+def _threshold(falling: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> Tensor:
+    """The last value kept: float32 [R, 1], of scaled logits float32 [R, V], falling from 0."""
+    alive = (torch.arange(falling.shape[1], device=falling.device) < top_k) & (falling >= floor)
     # 2^44 for the first and at most 2^18 of them fit; what rounds to 0 has less than 2^-26 of the mass together
-    weight = (largest.exp() * 2.0**44).to(torch.int64).masked_fill_(~alive, 0)
+    weight = (falling.exp() * 2.0**44).to(torch.int64).masked_fill_(~alive, 0)
     held = weight.cumsum(dim=1)
     enough = (top_p * held[:, -1:]).ceil_().to(torch.int64)
     alive &= (held - weight < enough) | (top_p >= 1)
-    return largest.gather(1, alive.sum(dim=1, keepdim=True) - 1)
+    last = alive.sum(dim=1, keepdim=True) - 1
+    return falling.gather(1, last.clamp_(min=0))  # -1: a row of nothing but -inf
 
 
 def _logprobs_together(chosen: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor, logits: Tensor, ids: Tensor) -> None:
+    logits = _cleaned(logits, LOWEST)
     logprobs = logits.log_softmax(dim=1).clamp_(min=LOGPROB_FLOOR)
     token = ids.unsqueeze(1)
     chosen.copy_(logprobs.gather(1, token).squeeze(1))

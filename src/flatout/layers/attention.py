@@ -15,6 +15,7 @@ from flatout.kernels.attention import attention
 from flatout.kernels.rope import rope_kv_write
 from flatout.layers.destination import Destination
 from flatout.layers.linear import Linear, under
+from flatout.layers.norm import Around
 from flatout.layers.rotary import Rotary
 from flatout.layers.workspace import Workspace
 from flatout.quant.scheme import Scheme
@@ -30,6 +31,7 @@ class Attention:
         scheme: Scheme,
         group: int,
         rotary: Rotary | None,
+        around: Around,
         workspace: Workspace,
         *,
         dtype: torch.dtype,
@@ -39,6 +41,7 @@ class Attention:
         q, kv, hidden = spec.q_size, spec.kv_size, spec.hidden_size
         self.group = group
         self.rotary = rotary
+        self.around = around
         self.scale = spec.softmax_scale
         self.softcap = spec.attn_softcap
         self.eps = spec.norm_eps
@@ -59,15 +62,15 @@ class Attention:
         self._value = workspace.view("value", by_head, lambda rows: rows[:, heads:])
         self._q = workspace.view("q", self._qkv, lambda rows: rows[:, :q])
         self._mixed = workspace.rows("mixed", q)
-        self._out = workspace.rows("delta", hidden)
+        self._scratch = workspace.rows("delta", hidden)
 
     def bind(self, k_cache: Tensor, v_cache: Tensor) -> None:
         """Use this cache: [num_blocks, block_size, kv_heads, head_dim] each. Ops address it by slot."""
         self.k_cache, self.v_cache = k_cache.view(-1, *self.heads_shape), v_cache.view(-1, *self.heads_shape)
 
-    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, hidden] -> [T, hidden] in the workspace; keys and values of the step's tokens are in the cache."""
-        self.qkv(self._qkv.now, x)
+    def __call__(self, stream: Tensor, batch: ForwardBatch) -> None:
+        """Adds its output to the residual stream [T, hidden]; keys and values of the step's tokens are in the cache."""
+        self.qkv.after(self.around.norm, self._qkv.now, self._scratch.now, stream)
         cos, sin = (None, None) if self.rotary is None else (self.rotary.cos, self.rotary.sin)
         slots, k_cache, v_cache = batch.kv_slots[self.group], self.k_cache, self.v_cache
         rope_kv_write(
@@ -75,7 +78,7 @@ class Attention:
         )
         mixed = self._mixed.now
         attention(mixed, self._q.now, k_cache, v_cache, batch.attention[self.group], self.scale, self.softcap)
-        return self.o(self._out.now, mixed)
+        self.o.onto(stream, self.around.post_norm, self._scratch.now, mixed, self.around.scale)
 
     def destinations(self) -> dict[str, Destination]:
         made = under("qkv", self.qkv.destinations()) | under("o", self.o.destinations())

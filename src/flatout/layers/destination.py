@@ -6,10 +6,12 @@ declare their parameters as Destinations; models/load.py writes through them. No
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+
+Copy = Callable[[Tensor, Tensor], object]
 
 
 class Destination:
@@ -26,8 +28,9 @@ class Destination:
         self.experts = experts
         self._unwritten = set(self.pieces())
 
-    def write(self, value: Tensor, segment: str | None = None, expert: int | None = None) -> None:
-        """Copy `value` into its place, casting to the parameter's dtype and device. ValueError: wrong shape, or the piece was written before."""
+    def write(self, value: Tensor, segment: str | None = None, expert: int | None = None, copy: Copy = Tensor.copy_) -> None:
+        """Copy `value` into its place with copy(place, value), which casts to the parameter's dtype and device. ValueError: wrong shape, or
+        the piece was written before."""
         place = self._view(segment, expert)
         if value.shape != place.shape:
             raise ValueError(f"shape {list(value.shape)} where {list(place.shape)} is expected")
@@ -35,7 +38,7 @@ class Destination:
         if not pieces <= self._unwritten:
             raise ValueError("written before: two tensors of the checkpoint hold the same parameter")
         with torch.no_grad():
-            place.copy_(value)
+            copy(place, value)
         self._unwritten -= pieces
 
     def missing(self) -> list[str]:

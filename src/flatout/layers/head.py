@@ -17,7 +17,6 @@ from flatout.layers.embedding import Embedding
 from flatout.layers.linear import Linear, under
 from flatout.layers.norm import Norm
 from flatout.layers.workspace import Workspace
-from flatout.quant.none import Plain
 from flatout.quant.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -25,24 +24,31 @@ if TYPE_CHECKING:
 
 
 class Head:
-    def __init__(self, spec: ModelSpec, embed: Embedding, scheme: Scheme, max_rows: int, *, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, spec: ModelSpec, embed: Embedding, scheme: Scheme, plain: Scheme, max_rows: int, *, dtype: torch.dtype, device: torch.device
+    ):
+        """plain: the scheme of a tied head, whose weights are the embedding's."""
         self.norm = Norm(spec.hidden_size, spec.norm_eps, spec.norm_offset, dtype=dtype, device=device)
         tied = embed.weight if spec.tie_embeddings else None
-        scheme = scheme if tied is None else Plain()
+        scheme = scheme if tied is None else plain
         self.projection = Linear(scheme, spec.vocab_size, spec.hidden_size, tied=tied, dtype=dtype, device=device)
         self.scale = spec.logit_scale
         self.softcap = spec.logit_softcap
         self._workspace = Workspace(max_rows, dtype, device)
         self._picked = self._workspace.rows("picked", spec.hidden_size)
-        self._raw = self._workspace.rows("logits", spec.vocab_size)
-        self._logits = self._workspace.rows("logits", spec.vocab_size, torch.float32)  # in a float32 model the same buffer
+        self._scratch = self._workspace.rows("normed", spec.hidden_size)
+        self._logits = self._workspace.rows("logits", spec.vocab_size, torch.float32)
+        # products on CUDA give float32 at once; in a float32 model both are the same buffer
+        self._raw = self._logits if device.type == "cuda" else self._workspace.rows("logits", spec.vocab_size)
 
     def __call__(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """float32 [S, vocab] of rows (int64 [S]) of hidden [T, hidden]."""
+        """float32 [S, vocab] of rows (int64 [S], rising) of hidden [T, hidden]."""
         self._workspace.resize(rows.shape[0])
-        picked, raw, logits = self._picked.now, self._raw.now, self._logits.now
-        gather_rows(picked, hidden, rows)
-        self.projection(raw, self.norm(picked, picked))
+        picked, raw, logits = hidden, self._raw.now, self._logits.now
+        if rows.shape[0] < hidden.shape[0]:  # else all of them
+            picked = self._picked.now
+            gather_rows(picked, hidden, rows)
+        self.projection.after(self.norm, raw, self._scratch.now, picked)
         if raw is not logits or self.scale != 1.0 or self.softcap:
             finish_logits(logits, raw, self.scale, self.softcap)
         return logits

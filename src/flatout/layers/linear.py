@@ -1,4 +1,5 @@
-"""Linear: a projection whose weights are a scheme's business, with the segments that files may hold apart.
+"""Linear: a projection whose weights are a scheme's business, with the segments that files may hold apart; what norms its input or takes
+its output comes along, so that one op can do both.
 
 Fused projections (q, k, v; gate, up) are one Linear. Called by layers/ and models/.
 """
@@ -10,7 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from flatout.kernels.activation import gate_mul
+from flatout.kernels.norm import add
 from flatout.layers.destination import Destination
+from flatout.layers.norm import Norm
 from flatout.quant.scheme import Scheme
 
 
@@ -38,6 +42,28 @@ class Linear:
         """out [T, rows] from x [T, columns]; returns out."""
         self.scheme.apply(out, x, self.tensors, self.bias)
         return out
+
+    def after(self, norm: Norm | None, out: Tensor, scratch: Tensor, x: Tensor) -> Tensor:
+        """out [T, rows] from norm(x), x [T, columns]; scratch [T, columns]. Returns out."""
+        if norm is None:
+            return self(out, x)
+        self.scheme.normed(out, scratch, x, norm.operands, self.tensors, self.bias)
+        return out
+
+    def gated_after(self, norm: Norm | None, out: Tensor, scratch: Tensor, wide: Tensor, x: Tensor, activation: str) -> Tensor:
+        """out [T, rows / 2] = activation(gate) * up of norm(x); scratch [T, columns], wide [T, rows]. Returns out."""
+        if norm is None:
+            gate_mul(out, self(wide, x), activation)
+        else:
+            self.scheme.gated(out, scratch, wide, x, norm.operands, self.tensors, self.bias, activation)
+        return out
+
+    def onto(self, stream: Tensor, norm: Norm | None, scratch: Tensor, x: Tensor, scale: float) -> None:
+        """stream [T, rows] += scale * norm(this projection of x); scratch [T, rows]."""
+        if norm is None:
+            self.scheme.add(stream, scratch, x, self.tensors, self.bias, scale)
+        else:
+            add(stream, norm(scratch, self(scratch, x)), scale)
 
     def destinations(self) -> dict[str, Destination]:
         tensors = {} if self.tied else dict(self.tensors)

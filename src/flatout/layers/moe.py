@@ -16,6 +16,7 @@ from flatout.kernels.norm import add
 from flatout.layers.destination import Destination
 from flatout.layers.linear import Linear, bounds, under
 from flatout.layers.mlp import MLP
+from flatout.layers.norm import Around
 from flatout.layers.workspace import Workspace
 from flatout.quant.none import Plain
 from flatout.quant.scheme import Scheme
@@ -26,40 +27,63 @@ if TYPE_CHECKING:
 
 class MoE:
     def __init__(
-        self, spec: MoESpec, scheme: Scheme, hidden: int, activation: str, workspace: Workspace, *, dtype: torch.dtype, device: torch.device
+        self,
+        spec: MoESpec,
+        scheme: Scheme,
+        plain: Plain,
+        hidden: int,
+        activation: str,
+        workspace: Workspace,
+        *,
+        around: Around,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
+        """plain: the scheme of the router, and of the experts as to invariance."""
+        self.around = around
         self.activation = activation
         self.renormalise = spec.norm_topk
+        self.invariant = plain.invariant
         self.num_experts = spec.num_experts
         self.segments = bounds({"gate": spec.intermediate_size, "up": spec.intermediate_size})
-        self.router = Linear(Plain(), spec.num_experts, hidden, dtype=dtype, device=device)
+        self.router = Linear(plain, spec.num_experts, hidden, dtype=dtype, device=device)
         self.gate_up = torch.empty(spec.num_experts, 2 * spec.intermediate_size, hidden, dtype=dtype, device=device)
         self.down = torch.empty(spec.num_experts, hidden, spec.intermediate_size, dtype=dtype, device=device)
         self.shared: MLP | None = None
         self.shared_gate: Linear | None = None
         if spec.shared_intermediate_size:
             width = spec.shared_intermediate_size
-            self.shared = MLP(scheme, hidden, width, activation, False, workspace, out="shared", dtype=dtype, device=device)
+            self._shared = workspace.rows("shared", hidden)
+            self.shared = MLP(scheme, hidden, width, activation, False, workspace, dtype=dtype, device=device)
         if spec.shared_gate:
-            self.shared_gate = Linear(Plain(), 1, hidden, dtype=dtype, device=device)
+            self.shared_gate = Linear(plain, 1, hidden, dtype=dtype, device=device)
             self._gate = workspace.rows("shared_gate", 1)
         self._logits = workspace.rows("router", spec.num_experts)
         self._weights = workspace.rows("expert_weights", spec.top_k, torch.float32)
         self._chosen = workspace.rows("experts", spec.top_k, torch.int64)
+        self._act = workspace.rows("expert_act", spec.top_k * spec.intermediate_size)
+        self._parts = workspace.rows("expert_parts", spec.top_k * hidden)
+        self._normed = workspace.rows("normed", hidden)
         self._out = workspace.rows("delta", hidden)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, hidden] in the workspace."""
+    def __call__(self, stream: Tensor) -> None:
+        """stream [T, hidden] += the block's output."""
+        around = self.around
+        x = stream if around.norm is None else around.norm(self._normed.now, stream)
         out, weights, chosen = self._out.now, self._weights.now, self._chosen.now
         route(weights, chosen, self.router(self._logits.now, x), self.renormalise)
-        experts(out, x, self.gate_up, self.down, weights, chosen, self.activation)
+        experts(
+            out, self._act.now, self._parts.now, x, self.gate_up, self.down, weights, chosen, self.activation, self.invariant
+        )  # fmt: skip
         if self.shared is not None:
-            shared = self.shared(x)
+            shared = self.shared.into(self._shared.now, x)
             if self.shared_gate is None:
                 add(out, shared, 1.0)
             else:
                 add_gated(out, shared, self.shared_gate(self._gate.now, x))
-        return out
+        if around.post_norm is not None:
+            around.post_norm(out, out)
+        add(stream, out, around.scale)
 
     def destinations(self) -> dict[str, Destination]:
         made = under("router", self.router.destinations())

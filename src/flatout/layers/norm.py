@@ -1,55 +1,44 @@
-"""Norm, an rms norm with its weight; and Join, the step from one block to the next: residual add and norm in one op.
+"""Norm: an rms norm with its weight, done by itself or by the product that follows it; and Around, what stands between a block and the stream.
 
-Called by models/decoder.py, layers/head.py.
+Called by models/decoder.py and the other layers.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from flatout.kernels.norm import add, add_rms_norm, rms_norm
+from flatout.kernels.norm import rms_norm
 from flatout.layers.destination import Destination
-from flatout.layers.workspace import Workspace
+from flatout.quant.scheme import RmsNorm
 
 
 class Norm:
     """offset is added to the stored weight (Gemma stores weights minus 1)."""
 
     def __init__(self, width: int, eps: float, offset: float, *, dtype: torch.dtype, device: torch.device):
-        self.weight = torch.empty(width, dtype=dtype, device=device)
-        self.eps = eps
-        self.offset = offset
+        self.operands = RmsNorm(torch.empty(width, dtype=dtype, device=device), eps, offset)
 
     def __call__(self, out: Tensor, x: Tensor) -> Tensor:
         """out = norm(x), both [T, width], out may be x; returns out."""
-        rms_norm(out, x, self.weight, self.eps, self.offset)
+        rms_norm(out, x, *self.operands)
         return out
 
     def destinations(self) -> dict[str, Destination]:
-        return {"weight": Destination(self.weight)}
+        return {"weight": Destination(self.operands.weight)}
 
 
-class Join:
-    """Adds a block's output, scaled, to the residual stream and gives what the next block reads: the normed stream, or the stream itself."""
+@dataclass(frozen=True, slots=True)
+class Around:
+    """A block reads norm(stream) and adds scale * post_norm(its output) to it."""
 
-    def __init__(self, norm: Norm | None, residual_scale: float, hidden: int, workspace: Workspace):
-        self.norm = norm
-        self.residual_scale = residual_scale
-        self._normed = workspace.rows("normed", hidden)
+    norm: Norm | None = None
+    post_norm: Norm | None = None
+    scale: float = 1.0
 
-    def __call__(self, stream: Tensor, delta: Tensor | None) -> Tensor:
-        """stream [T, hidden] += residual_scale * delta (None: nothing yet to add)."""
-        norm = self.norm
-        if norm is None:
-            if delta is not None:
-                add(stream, delta, self.residual_scale)
-            return stream
-        if delta is None:
-            return norm(self._normed.now, stream)
-        out = self._normed.now
-        add_rms_norm(out, stream, delta, norm.weight, norm.eps, norm.offset, self.residual_scale)
-        return out
-
-    def destinations(self) -> dict[str, Destination]:
-        return {} if self.norm is None else self.norm.destinations()
+    def destinations(self, block: str) -> dict[str, Destination]:
+        """By the names that the decoder gives norms: attn_norm.weight and attn_post_norm.weight of the block attn."""
+        norms = {f"{block}_norm": self.norm, f"{block}_post_norm": self.post_norm}
+        return {f"{name}.weight": norm.destinations()["weight"] for name, norm in norms.items() if norm is not None}

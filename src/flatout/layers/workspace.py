@@ -40,7 +40,9 @@ class Workspace:
         dtype = dtype or self.dtype
         key = (name, width, dtype)
         if key not in self._rows:
-            buffer = torch.empty(self.max_rows, width, dtype=dtype, device=self.device)
+            # integers pick things: even a step that is only rehearsed must find none out of range
+            make = torch.empty if dtype.is_floating_point else torch.zeros
+            buffer = make(self.max_rows, width, dtype=dtype, device=self.device)
             self._rows[key] = Rows(lambda count: buffer[:count], self._count)
         return self._rows[key]
 

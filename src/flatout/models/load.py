@@ -19,13 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flatout.layers.destination import Destination
+from flatout.layers.destination import Copy, Destination
 from flatout.modelfile.gguf import GGUFTensor
 from flatout.modelfile.safetensors_header import StoredTensor
 from flatout.modelfile.sources import ModelSource
 from flatout.modelfile.spec import ModelFileError, ModelSpec
 from flatout.models.registry import NUMBER, Skipped, Target, names_of
 from flatout.models.report import LoadReport
+from flatout.models.staging import Staging
 from flatout.quant import gguf
 
 SHOWN = 4  # names that an error lists before it counts the rest
@@ -164,17 +165,22 @@ def _run(moves: list[_Move], spec: ModelSpec) -> None:
             files = dict.fromkeys(m.stored.file for m in moves if isinstance(m.stored, StoredTensor))
             opened = {file: stack.enter_context(_opened(file)) for file in files}
             pool = stack.enter_context(ThreadPoolExecutor(min(threads, MOST_READERS), "load"))
+            devices = {m.destination.tensor.device for m in moves}
+            staging = next((Staging(device) for device in devices if device.type == "cuda"), None)
+            copy = Tensor.copy_ if staging is None else staging.copy
 
             def move_one(move: _Move) -> None:
                 stored = move.stored
                 if isinstance(stored, GGUFTensor):
                     for part, value in _unpacked(move, stored):
-                        _write(part, value, spec)
+                        _write(part, value, spec, copy)
                 else:
-                    _write(move, opened[stored.file].get_tensor(stored.name), spec)
+                    _write(move, opened[stored.file].get_tensor(stored.name), spec, copy)
 
             for _ in pool.map(move_one, moves):
                 pass
+            if staging is not None:
+                staging.finish()
     finally:
         torch.set_num_threads(threads)
 
@@ -200,7 +206,7 @@ def _unpacked(move: _Move, stored: GGUFTensor) -> Iterator[tuple[_Move, Tensor]]
         yield one, gguf.dequantize(stored.data[expert * each : (expert + 1) * each], stored.type.name, stored.shape[1:], dtype)
 
 
-def _write(move: _Move, value: Tensor, spec: ModelSpec) -> None:
+def _write(move: _Move, value: Tensor, spec: ModelSpec, copy: Copy) -> None:
     target = move.target
     if target.paired_heads:
         value = _halves(value, spec.num_heads if target.segment == "q" else spec.num_kv_heads)
@@ -211,7 +217,7 @@ def _write(move: _Move, value: Tensor, spec: ModelSpec) -> None:
             raise ModelFileError(
                 f"{move.stored.file}: {move.name}: values up to {reached:g} do not fit float16 (65504); use --dtype bfloat16 or float32"
             )
-    move.destination.write(value.view(move.destination.shape_of(target.segment, target.expert)), target.segment, target.expert)
+    move.destination.write(value.view(move.destination.shape_of(target.segment, target.expert)), target.segment, target.expert, copy)
 
 
 def _halves(value: Tensor, heads: int) -> Tensor:

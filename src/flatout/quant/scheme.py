@@ -1,18 +1,28 @@
 """Scheme: how one linear layer's weights are stored and multiplied.
 
-layers/linear.py meets it in two places only: storage for the load, and apply() in the forward. What a product costs is told by the op
-that apply() calls. Names of models or checkpoints have no place here.
+layers/linear.py meets it in two places only: storage for the load, and the products of the forward, each of them one op that tells what
+it costs. Names of models or checkpoints have no place here.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
+class RmsNorm(NamedTuple):
+    """A norm that a product may do on its way in (kernels/norm.py says what it computes)."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+
+
 class Scheme(Protocol):
+    """x [T, columns], weights [rows, columns]. Scratch operands hold nothing of use afterwards."""
+
     name: str
 
     def tensors(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -21,5 +31,27 @@ class Scheme(Protocol):
         ...
 
     def apply(self, out: Tensor, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> None:
-        """out [T, rows] = x [T, columns] @ weight^T + bias: one op."""
+        """out [T, rows] = x @ weight^T + bias."""
+        ...
+
+    def add(self, stream: Tensor, scratch: Tensor, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, scale: float) -> None:
+        """stream [T, rows] += scale * (x @ weight^T + bias); scratch [T, rows]."""
+        ...
+
+    def normed(self, out: Tensor, scratch: Tensor, x: Tensor, norm: RmsNorm, tensors: dict[str, Tensor], bias: Tensor | None) -> None:
+        """out [T, rows] = norm(x) @ weight^T + bias; scratch [T, columns]."""
+        ...
+
+    def gated(
+        self,
+        out: Tensor,
+        scratch: Tensor,
+        wide: Tensor,
+        x: Tensor,
+        norm: RmsNorm,
+        tensors: dict[str, Tensor],
+        bias: Tensor | None,
+        activation: str,
+    ) -> None:
+        """out [T, rows / 2] = activation(gate) * up of norm(x) @ weight^T + bias, gate's rows first; scratch [T, columns], wide [T, rows]."""
         ...

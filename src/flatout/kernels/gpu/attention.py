@@ -1,0 +1,139 @@
+"""The op attention on CUDA for rows that lie in the block-wise cache (Paged): which kernel, in which sizes, by the device's capability.
+
+Rows of one query go to attention_decode.py, tiles of queries to attention_hopper.py or attention_prefill.py: two launches at most. Loaded by
+load() of this package.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flatout.kernels.attention import AttentionWork, LongChunks, Paged, attention
+from flatout.kernels.gpu.attention_decode import decode
+from flatout.kernels.gpu.attention_prefill import prefill
+from flatout.kernels.gpu.device import Facts, facts
+
+ROWS = 128  # rows whose lengths a worker adds up at a time
+AT_ONCE = 4  # pieces of a row that are read at a time when it is put together
+# workers of the decode kernel on a multiprocessor: many rows fill the device best with three, while a row that falls to all of them is put
+# together sooner from fewer pieces (H200, 28 heads on 4 of 128, us: 256 rows of 800 keys 112 with 3, 130 with 1; a row of 8,000 23 and 16)
+PROGRAMS, PROGRAMS_OF_FEW, FEW = 3, 1, 4
+LATENT = 16  # rows up to which what counts is that the kernel's programs wait beside those of the kernel before
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    tile: int  # keys read at a time
+    stages: int
+    warps: int
+
+
+def decode_sizes(width: int, group: int, rows: int, device: Facts) -> Sizes:
+    """About 32 KiB of keys and values a tile, where there is shared memory for PROGRAMS that hold two each. width: bytes of a head, padded.
+
+    Of few rows a program holds one tile: with three there is no room for it until the kernel before has ended. In a step of a 7B model on an
+    H200 that costs 10 us a layer at one row (4.04 ms, and 3.77 with one tile of 128 keys), 4 us at eight (4.33 and 4.22 with one of 64).
+    """
+    tile = 16_384 // width
+    if device.shared_memory < 2**17:
+        tile //= 2
+    if rows <= FEW:
+        tile *= 2
+    warps = 8 if group > 16 or (rows <= FEW and width > 128) else 4
+    return Sizes(max(16, min(128, tile)), 1 if rows <= LATENT else 3, warps)
+
+
+def prefill_sizes(width: int, queries: int, exact: bool, device: Facts) -> Sizes:
+    """For tiles of this many packed queries. exact: float32, which has no tensor cores."""
+    tile, warps = min(64, 16_384 // width), 8 if exact or queries > 64 else 4
+    if device.shared_memory < 2**17:
+        return Sizes(max(16, tile // 2), 2, warps)
+    return Sizes(tile, 3, warps)
+
+
+def hopper_sizes(width: int, queries: int) -> Sizes:
+    """Measured on an H200: tiles of 64 keys, two of them on their way, were best at head_dim 64 and 128 alike."""
+    if width > 256:
+        return Sizes(64, 2, 8) if queries > 64 else Sizes(32, 2, 4)
+    return Sizes(64, 2, 8 if queries > 64 else 4)
+
+
+@cache
+def _hopper_prefill(capability: tuple[int, int]) -> Any:
+    """attention_hopper.py's kernel where it runs. Gluon is no stable interface yet: with no Triton but the one that it was tried with."""
+    if capability != (9, 0) or not triton.__version__.startswith("3.6."):
+        return None
+    from flatout.kernels.gpu.attention_hopper import prefill as kernel
+
+    return kernel
+
+
+@cache
+def _scratch(device: torch.device, pieces: int, state: int, workers: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Partials, states and arrivals of the decode kernel, which leaves the last as they are made: zeros. One stream uses them at a time."""
+    made = [torch.empty(n, dtype=torch.float32, device=device) for n in (pieces * state, pieces * 2)]
+    return made[0], made[1], torch.zeros(workers, dtype=torch.int32, device=device)
+
+
+def _accepts(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: AttentionWork, scale: float, softcap: float) -> bool:
+    return q.is_cuda and isinstance(work.arrangement, Paged | LongChunks)
+
+
+@attention.implementation("triton", _accepts)
+def _paged(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: AttentionWork, scale: float, softcap: float) -> None:
+    """What it can do is attention/triton.py's to know (paged_runs): an arrangement made for other operands is an error."""
+    plan = work.arrangement.whole if isinstance(work.arrangement, LongChunks) else work.arrangement
+    assert isinstance(plan, Paged)
+    kv_heads, dim = k_cache.shape[1:]
+    device, exact = facts(q.device), q.dtype == torch.float32
+    group = q.shape[1] // (kv_heads * dim)
+    pad = triton.next_power_of_2(max(dim, 16))
+    width = pad * q.element_size()
+    lengths = (plan.q_starts, plan.kv_lens, plan.tables, plan.table_rows)
+    strides = (out.stride(0), q.stride(0), k_cache.stride(0), k_cache.stride(1), plan.tables.stride(0))
+    scales = (softcap * LOG2E, 2 * LOG2E * scale / softcap) if softcap else (scale * LOG2E, 0.0)
+    shape: dict[str, Any] = {
+        "GROUP": group,
+        "DIM": dim,
+        "PAD": pad,
+        "BLOCK": work.block_size,
+        "WINDOW": work.window or 0,
+        "CAPPED": bool(softcap),
+        "PDL": device.pdl,
+        "launch_pdl": device.pdl,
+    }
+    precision = {"PRECISION": "ieee" if exact else None}
+    if plan.singles:
+        sizes = decode_sizes(width, group, plan.singles, device)
+        m = triton.next_power_of_2(max(group, 16))
+        workers = max(1, device.sms * (PROGRAMS_OF_FEW if plan.singles <= FEW else PROGRAMS) // kv_heads)
+        scratch = _scratch(q.device, kv_heads * workers * 2 * m, pad, kv_heads * workers)
+        launch: dict[str, Any] = {
+            "M": m,
+            "TILE": sizes.tile,
+            "ROWS": ROWS,
+            "AT_ONCE": AT_ONCE,
+            "STAGES": sizes.stages,
+            "num_warps": sizes.warps,
+        }
+        grid = (kv_heads, workers)
+        decode[grid](
+            out, q, k_cache, v_cache, plan.rows, *lengths, *scratch, plan.singles, *strides, *scales, **launch, **precision, **shape
+        )
+    if plan.num_tiles:
+        kernel = None if exact else _hopper_prefill(device.capability)
+        if kernel is not None:
+            sizes, precision = hopper_sizes(width, plan.tile_queries), {}
+        else:
+            kernel, sizes = prefill, prefill_sizes(width, plan.tile_queries, exact, device)
+        launch = {"M": plan.tile_queries, "N": sizes.tile, "STAGES": sizes.stages, "num_warps": sizes.warps}
+        grid = (kv_heads, plan.num_tiles)
+        kernel[grid](out, q, k_cache, v_cache, plan.tiles, *lengths, *strides, *scales, **launch, **precision, **shape)
