@@ -20,7 +20,8 @@ class ForwardBatch:
     positions: Tensor  # int64 [T]
     q_starts: Tensor  # int32 [R+1] first token of each row
     kv_lens: Tensor  # int32 [R] context of each row after this step, its own tokens included
-    block_tables: tuple[Tensor, ...]  # int32 [R, W] blocks of each row in order
+    block_tables: tuple[Tensor, ...]  # int32 [slots, W] blocks of every slot in order
+    table_rows: Tensor  # int32 [R] which of their rows each row of the step has
     kv_slots: tuple[Tensor, ...]  # int64 [T] where each token's KV goes: block * block_size + offset
     sample_rows: Tensor  # int64 [S] index into T of the tokens whose logits are wanted
     attention: Any = None  # what the attention backend planned for this step

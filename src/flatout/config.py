@@ -7,6 +7,7 @@ about the model and the machine and returns a new Config plus what it decided an
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -66,7 +67,12 @@ class SchedulerConfig:
 class DeviceConfig:
     device: str = setting("auto", "where to run", choices=("auto", "cuda", "cpu"))
     threads: int | None = setting(None, "compute threads on the CPU (default: the cores this process may use)")
-    attention_backend: str = setting("auto", "auto: chosen by device", choices=("auto", "torch"))
+    attention_backend: str = setting("auto", "auto: chosen by device and dtype", choices=("auto", "torch", "triton"))
+    enforce_eager: bool = setting(False, "no captured steps: each op is launched by itself")
+    max_cudagraph_capture_size: int | None = setting(
+        None, "largest batch whose decode step is captured on a GPU (default: --max-num-seqs, at most 1024)", kind="size"
+    )
+    deterministic: bool = setting(False, "on a GPU: the same tokens and logprobs whatever the batch, chunking and cache")
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,7 @@ def check(config: Config) -> Config:
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "threads": config.device.threads,
+        "max_cudagraph_capture_size": config.device.max_cudagraph_capture_size,
     }
     for name, value in positive.items():
         if value is not None and value < 1:
@@ -144,6 +151,8 @@ def check(config: Config) -> Config:
         raise ConfigError(f"--gpu-memory-utilization: must be over 0 and at most 1, got {cache.gpu_memory_utilization!r}")
     if cache.num_gpu_blocks_override is not None and cache.kv_cache_memory_bytes is not None:
         raise ConfigError("--num-gpu-blocks-override and --kv-cache-memory-bytes both size the KV pool; give one of them")
+    if config.device.enforce_eager and config.device.max_cudagraph_capture_size is not None:
+        raise ConfigError("--enforce-eager captures nothing, so --max-cudagraph-capture-size has no use beside it; give one of them")
     template = config.model.chat_template
     if template is not None and "{" not in template and not Path(template).expanduser().is_file():
         raise ConfigError(f"--chat-template: no file {template!r}, and it isn't Jinja text either")
@@ -241,9 +250,51 @@ def resolve(config: Config, spec: ModelSpec, hardware: Hardware) -> tuple[Config
         raise ConfigError(
             f"--max-num-batched-tokens: {budget} cannot hold a prompt of --max-model-len {length} while chunked prefill is off; raise it or lower that"
         )
-    if config.device.attention_backend == "auto":
-        decide("attention_backend", "torch", "the only one built so far")
+    for name, value in _device(config, spec, hardware, dtype, seqs):
+        decide(name, *value)
     return config.but(**options), decisions
+
+
+CAPTURED = 1024  # rows: a larger step keeps the device busy for longer than its launches take
+
+
+def _device(config: Config, spec: ModelSpec, hardware: Hardware, dtype: str, seqs: int) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """What DeviceConfig leaves open."""
+    device, cuda = config.device, hardware.device == "cuda"
+    if not cuda:
+        for name, mend in (("deterministic", "use --dtype float32"), ("max_cudagraph_capture_size", "leave it out")):
+            if getattr(device, name):
+                raise ConfigError(f"{flag_of(name)}: is for GPUs; on the CPU {mend}")
+    backend = device.attention_backend
+    if backend == "triton" and not cuda:
+        raise ConfigError("--attention-backend: triton needs a CUDA device; on the CPU use torch")
+    unable = cuda and _unpaged(spec, hardware, dtype)
+    if unable and (backend == "triton" or device.deterministic):
+        raise ConfigError(f"{'--attention-backend: triton' if backend == 'triton' else '--deterministic:'} cannot run this model: {unable}")
+    if device.deterministic and backend == "torch":
+        raise ConfigError("--attention-backend: --deterministic needs triton")
+    if backend == "auto":
+        if not cuda or unable:
+            yield "attention_backend", ("torch", unable or "the one for CPUs")
+        elif dtype == "float32" and not device.deterministic:
+            yield "attention_backend", ("torch", "float32 by cuBLAS")
+        else:
+            yield "attention_backend", ("triton", "reads the cache where it lies, and can be captured in graphs")
+    if cuda and not device.enforce_eager and device.max_cudagraph_capture_size is None:
+        yield (
+            "max_cudagraph_capture_size",
+            (min(seqs, CAPTURED), "--max-num-seqs" if seqs <= CAPTURED else "larger steps hide their launches"),
+        )
+
+
+def _unpaged(spec: ModelSpec, hardware: Hardware, dtype: str) -> str:
+    """Why the paged attention kernels cannot run a model; "" when they can. kernels/attention.py:paged_runs holds the same limits."""
+    most, group = 128 if dtype == "float32" else 256, spec.num_heads // spec.num_kv_heads
+    if hardware.capability is not None and hardware.capability < (8, 0):
+        return f"compute capability {hardware.capability[0]}.{hardware.capability[1]}, 8.0 is needed"
+    if spec.head_dim % 16 or spec.head_dim > most:
+        return f"heads of {spec.head_dim} dims; multiples of 16 up to {most} are possible in {dtype}"
+    return f"{group} query heads to a key/value head; up to 64 are possible" if group > 64 else ""
 
 
 def _dtype(spec: ModelSpec, hardware: Hardware) -> tuple[str, str]:

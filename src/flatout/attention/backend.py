@@ -1,12 +1,13 @@
 """AttentionBackend: what an attention implementation must give: a KV cache of its layout, and a plan once a step.
 
-Layers run the plan through the op attention (kernels/attention.py). Chosen by select.py; driven by runner/.
+Layers run the plan through the op attention (kernels/attention.py). Chosen by select.py; driven by runner/. Beside it, what every plan counts.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 class AttentionBackend(Protocol):
     name: str
+    captures: bool  # plan_decode works
 
     def kv_bytes_per_block(self, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block over all layers, keys and values."""
@@ -32,3 +34,20 @@ class AttentionBackend(Protocol):
     def plan(self, batch: ForwardBatch, host: HostBatch) -> None:
         """Set batch.attention: one AttentionWork per cache group. Once a step, without a device sync."""
         ...
+
+    def plan_decode(self, batch: ForwardBatch) -> None:
+        """Set batch.attention for rows of one query each, row i token i, whose lengths (at least 1) and blocks are read on the device each
+        time the plan is run: for captured steps."""
+        ...
+
+
+def pairs(q_lens: np.ndarray, kv_lens: np.ndarray, window: int | None) -> int:
+    """(query, key it sees), summed over rows. int64 [R] each."""
+
+    def up_to(length: np.ndarray) -> np.ndarray:
+        if window is None:
+            return length * (length + 1) // 2
+        inside = np.minimum(length, window)
+        return inside * (inside + 1) // 2 + window * (length - inside)
+
+    return int((up_to(kv_lens) - up_to(kv_lens - q_lens)).sum())

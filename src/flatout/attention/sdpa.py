@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.attention.backend import pairs
 from flatout.batch import ForwardBatch, HostBatch
 from flatout.kernels.attention import AttentionWork, Chunk, Pieces, Singles, Varlen, Where, varlen_runs, window_mask
 
@@ -31,6 +32,7 @@ WINDOWED_CHUNK = 1024
 
 class TorchBackend:
     name = "torch"
+    captures = False
 
     def __init__(self, spec: ModelSpec, block_size: int):
         self.windows = [group.window for group in spec.cache_groups()]
@@ -61,6 +63,9 @@ class TorchBackend:
     def plan(self, batch: ForwardBatch, host: HostBatch) -> None:
         batch.attention = tuple(self._work(batch, host, group, window) for group, window in enumerate(self.windows))
 
+    def plan_decode(self, batch: ForwardBatch) -> None:
+        raise NotImplementedError("pieces and gathers are sized on the host; see captures")
+
     def _work(self, batch: ForwardBatch, host: HostBatch, group: int, window: int | None) -> AttentionWork:
         q_lens, kv_lens = host.q_lens.astype(np.int64), host.kv_lens.astype(np.int64)
         lengths = kv_lens if window is None else np.minimum(kv_lens, q_lens + window - 1)
@@ -76,17 +81,9 @@ class TorchBackend:
             block_size=self.block_size,
             window=window,
             kv_tokens=int(lengths.sum()),
-            pairs=int((_pairs_up_to(kv_lens, window) - _pairs_up_to(kv_lens - q_lens, window)).sum()),
+            pairs=pairs(q_lens, kv_lens, window),
             arrangement=arrangement,
         )
-
-
-def _pairs_up_to(length: np.ndarray, window: int | None) -> np.ndarray:
-    """(query, key) pairs of a causal row of this length."""
-    if window is None:
-        return length * (length + 1) // 2
-    inside = np.minimum(length, window)
-    return inside * (inside + 1) // 2 + window * (length - inside)
 
 
 def _varlen(batch: ForwardBatch, group: int, q_lens: np.ndarray, lengths: np.ndarray, block_size: int, window: int | None) -> Varlen:
@@ -99,7 +96,7 @@ def _varlen(batch: ForwardBatch, group: int, q_lens: np.ndarray, lengths: np.nda
     total = int(lengths.sum())
     row = torch.repeat_interleave(needed, output_size=total)
     position = torch.arange(total, device=table.device) + (kv_lens - k_starts[1:])[row]
-    slots = table[row, position // block_size].long() * block_size + position % block_size
+    slots = table[batch.table_rows[row], position // block_size].long() * block_size + position % block_size
     return Varlen(slots, starts, k_starts, int(q_lens.max()), int(lengths.max()), window)
 
 

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 def select_backend(config: Config, spec: ModelSpec) -> AttentionBackend:
     """The backend named by a resolved config. ConfigError: an unknown name."""
-    name = config.device.attention_backend
+    name, block_size = config.device.attention_backend, config.cache.block_size
+    if name == "triton":
+        from flatout.attention.triton import TritonBackend
+
+        return TritonBackend(spec, block_size, deterministic=config.device.deterministic)
     if name != "torch":
-        raise ConfigError(f"--attention-backend: {name!r} is not built; use torch")
-    return TorchBackend(spec, config.cache.block_size)
+        raise ConfigError(f"--attention-backend: {name!r} is not built; use torch or triton")
+    return TorchBackend(spec, block_size)

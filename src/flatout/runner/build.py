@@ -5,6 +5,7 @@ Runs once at start; nothing here is on the step path. Called by engine.py.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, field
 
@@ -14,13 +15,15 @@ import torch
 from flatout.attention.select import select_backend
 from flatout.config import Config, cache_dir
 from flatout.hardware import Hardware
+from flatout.kernels import gpu
 from flatout.kernels.op import choices, shape_class
 from flatout.modelfile.sources import ModelSource
 from flatout.modelfile.spec import ModelSpec
 from flatout.models.decoder import Decoder
 from flatout.models.load import load_weights
 from flatout.request import MAX_LOGPROBS, Request, SamplingParams
-from flatout.runner.memory import check_sizes, memory_errors_named, size_pool
+from flatout.runner.graphs import DecodeGraphs, ladder
+from flatout.runner.memory import GIB, check_sizes, memory_errors_named, size_pool
 from flatout.runner.runner import Runner
 from flatout.step import StepPlan
 
@@ -64,6 +67,9 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
         seconds[name] = time.perf_counter() - lap
         lap = time.perf_counter()
 
+    if device.type == "cuda":
+        gpu.load()
+        phase("kernels")
     decoder = Decoder(
         spec,
         dtype=dtype,
@@ -71,30 +77,82 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
         max_tokens=budget,
         max_logits=seqs,
         max_model_len=longest,
+        invariant=config.device.deterministic,
     )
     report = load_weights(decoder, source, seed=model.seed)
     phase("weights")
     max_blocks = -(-longest // block_size)
     runner = Runner(decoder, backend, max_slots=seqs, max_blocks=max_blocks, block_size=block_size, device=device)
+    captured = min(config.device.max_cudagraph_capture_size or 0, seqs) if backend.captures else 0
+    graphs = DecodeGraphs(runner.executor, runner.slots, block_size, ladder(captured)) if captured else None
+    lines = report.lines()
+    if device.type == "cuda":
+        decoder.bind(backend.allocate_kv(spec, 1, block_size, dtype, device))
+        lines += _compile_ahead(runner, graphs, _mark(spec, config), longest, seqs, budget, config.device.threads)
+        phase("compile")
 
     def rehearse() -> int:
-        decoder.bind(backend.allocate_kv(spec, 1, block_size, dtype, device))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         _warm_step(runner, longest, seqs, budget, logprobs=True)
         return torch.cuda.max_memory_allocated() - before
 
     pool = size_pool(config, spec, hardware, block_bytes, decoder.weight_bytes(), rehearse)
-    decoder.bind(backend.allocate_kv(spec, pool.num_blocks, block_size, dtype, device))
+    decoder.bind(backend.allocate_kv(spec, pool.num_blocks + 1, block_size, dtype, device))
+    runner.slots.spare_block(pool.num_blocks)
     phase("KV pool")
     for rows, tokens in _warm_steps(device, seqs, budget):
         _warm_step(runner, longest, rows, tokens)
-    if choices.unsaved:  # this model's shapes are new to this machine: measure the batches that users will make, once, not while they wait
+    if (
+        graphs is None and choices.unsaved
+    ):  # this model's shapes are new to this machine: measure the batches that users will make, once, not while they wait
         for rows in sorted({shape_class(n) for n in range(2, min(seqs, budget, MOST_WARMED) + 1)}):
             _warm_step(runner, longest, min(rows, seqs, budget), min(rows, seqs, budget))
-    choices.save()
     phase("warm-up")
-    return Built(runner, pool.num_blocks, decoder.weight_bytes(), [*report.lines(), pool.line], seconds)
+    lines.append(pool.line)
+    if graphs is not None:
+        free = torch.cuda.mem_get_info()[0]
+        if why := graphs.capture():
+            lines.append(f"graphs: none, an op of this model waits for the device ({why})")
+        else:
+            runner.executor.decodes = graphs
+            lines.append(f"graphs: decode steps of {_sizes(graphs.sizes)} rows, {(free - torch.cuda.mem_get_info()[0]) / GIB:.2f} GiB")
+        phase("graphs")
+    choices.save()
+    return Built(runner, pool.num_blocks, decoder.weight_bytes(), lines, seconds)
+
+
+def _mark(spec: ModelSpec, config: Config) -> str:
+    """Stands for what a start compiles: the model's sizes and the settings."""
+    return "kernels for " + hashlib.sha256(repr((spec, config.cache, config.scheduler, config.device)).encode()).hexdigest()[:16]
+
+
+def _compile_ahead(runner: Runner, graphs: DecodeGraphs | None, name: str, longest: int, seqs: int, budget: int, threads: int) -> list[str]:
+    """On the first start of this model here: every kernel that the start will meet, compiled by all cores at once. `name` stands for model and
+    settings. Returns lines for the user."""
+    if choices.get(name) == "compiled" or not gpu.load():
+        return []
+    from flatout.kernels.gpu.ahead import collect, compile_all
+
+    begin = time.perf_counter()
+    choices.surveying = True
+    try:
+        with collect() as wanted:
+            for rows, tokens in ((1, 1), (1, budget), (seqs, budget)):
+                _warm_step(runner, longest, rows, tokens, logprobs=True)
+            if graphs is not None:
+                for size in sorted({shape_class(n) for n in graphs.sizes if n <= MOST_WARMED} & set(graphs.sizes)):
+                    graphs.rehearse(size)
+    finally:
+        choices.surveying = False
+    failed = compile_all(wanted, threads)
+    choices.put(name, "compiled")
+    line = f"kernels: {len(wanted)} compiled in {time.perf_counter() - begin:.1f} s; the next start finds them"
+    return [line + (f" ({failed} compiling processes failed: their kernels are compiled as they are met)" if failed else "")]
+
+
+def _sizes(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes)) if len(sizes) < 8 else f"{len(sizes)} sizes from {sizes[0]} to {sizes[-1]}"
 
 
 def _warm_steps(device: torch.device, seqs: int, budget: int) -> list[tuple[int, int]]:

@@ -1,30 +1,234 @@
-"""Executor: how a forward is run: plan attention once, then the decoder's ops one by one. Captured steps go here.
+"""Executor: how a step's forward is run: op by op for any mix, or, where every row decodes one token, as a captured CUDA graph.
 
-The seam for CUDA graphs and native step programs: runner.py calls forward() and does not know which. Holds no request state.
+A captured step reads everything that changes from one staged array (kernels/inputs.py), so a replay is one copy and one launch. Batch
+sizes between those captured are padded with rows on the spare slot. Holds no request state. Called by runner.py; built by build.py.
 """
 
 from __future__ import annotations
 
+import time
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
 from torch import Tensor
 
 from flatout.attention.backend import AttentionBackend
 from flatout.batch import ForwardBatch, HostBatch
+from flatout.kernels.inputs import decode_inputs, remember
 from flatout.kernels.op import Entry, recording
+from flatout.kernels.sampling import greedy
 from flatout.models.decoder import Decoder
+from flatout.runner.slots import Slots
+from flatout.step import StepPlan
+
+RING = 4  # host buffers in turn: two steps may be in the air, and the copy of the one before them has long ended
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """Batch sizes to capture: exact to 4, then steps of at most a quarter: rows of padding cost a share of the attention alone, as the
+    weights are read once for all."""
+    sizes, size = [], 1
+    while size < most:
+        sizes.append(size)
+        size += max(1, 1 << max(0, size.bit_length() - 3))
+    return (*sizes, most)
 
 
 class Executor:
     def __init__(self, decoder: Decoder, backend: AttentionBackend):
         self.decoder = decoder
         self.backend = backend
+        self.decodes: DecodeGraphs | None = None
 
     def forward(self, batch: ForwardBatch, host: HostBatch) -> Tensor:
         """Residual stream [T, H] before the final norm."""
         self.backend.plan(batch, host)
         return self.decoder.forward(batch)
 
+    def captured(self, plan: StepPlan) -> CapturedStep | None:
+        """The graph that can run this plan."""
+        return None if self.decodes is None else self.decodes.fitting(plan)
+
     def record(self, batch: ForwardBatch, host: HostBatch) -> list[Entry]:
         """Run a step and list its ops with their costs, for the ledger."""
         with recording() as recorder:
             self.decoder.logits(self.forward(batch, host), batch.sample_rows)
         return recorder.entries
+
+
+@dataclass(slots=True)
+class CapturedStep:
+    """`size` rows of one token each: from the staged array to logits, and, as a second graph, to the next ids of a greedy batch."""
+
+    size: int
+    batch: ForwardBatch
+    staged: Tensor  # int32 on the device, laid out as decode_inputs says
+    logits: Tensor  # float32 [size, V]
+    ids: Tensor  # int64 [size]
+    forward: Callable[[], object]
+    choose: Callable[[], object]
+
+
+class DecodeGraphs:
+    """Static buffers, the same for every size, and the graphs over them."""
+
+    def __init__(self, executor: Executor, slots: Slots, block_size: int, sizes: Sequence[int]):
+        self.decoder, self.backend, self.slots = executor.decoder, executor.backend, slots
+        self.block_size = block_size
+        self.sizes = tuple(sorted(sizes))
+        self.steps: list[CapturedStep] = []  # by size
+        self.seconds = 0.0
+        device, most = slots.device, self.sizes[-1]
+        self._tokens, self._positions, self._kv_slots, self._ids = (torch.zeros(most, dtype=torch.int64, device=device) for _ in range(4))
+        self._kv_lens, self._rows = (torch.ones(most, dtype=torch.int32, device=device) for _ in range(2))
+        self._every_row = torch.arange(most, device=device)
+        self._q_starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        length = 1 + 3 * most + 3 * diffs_of(most)
+        self._staged = torch.zeros(length, dtype=torch.int32, device=device)
+        self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(RING)]
+        self._turn = 0
+
+    def capture(self) -> str:
+        """Capture every size, the largest first, so that they share one pool of memory. Runs each once before, which measures and compiles
+        what a capture cannot. Returns why it captured nothing, or ""."""
+        begin = time.perf_counter()
+        with _capturing(self.slots.device) as capture, torch.inference_mode():
+            for size in reversed(self.sizes):
+                batch, staged, ids, logits = self.rehearse(size)
+                if size == self.sizes[-1] and (why := _waits(partial(self._forward, batch, staged))):
+                    return why
+                forward = capture(partial(self._forward, batch, staged))
+                choose = capture(partial(self._choose, ids, logits, batch))
+                self.steps.insert(0, CapturedStep(size, batch, staged, logits, ids, forward, choose))
+        self.seconds = time.perf_counter() - begin
+        return ""
+
+    def rehearse(self, size: int) -> tuple[ForwardBatch, Tensor, Tensor, Tensor]:
+        """Run a step of padding; returns what a capture of it works on: batch, staged array, ids and logits."""
+        self._stage(size, _nothing(), self._host[0])
+        self._staged.copy_(self._host[0], non_blocking=True)
+        batch, staged, ids = self._batch(size), self._staged[: 1 + 3 * size + 3 * diffs_of(size)], self._ids[:size]
+        logits = self._forward(batch, staged)
+        self._choose(ids, logits, batch)
+        return batch, staged, ids, logits
+
+    def fitting(self, plan: StepPlan) -> CapturedStep | None:
+        """The smallest step that holds this plan: rows that sample after one token, and no more new blocks than are staged."""
+        rows = len(plan.slots)
+        if plan.num_tokens != rows or rows > self.sizes[-1] or not plan.samples.all():
+            return None
+        step = self.steps[bisect_left(self.sizes, rows)]
+        return step if len(plan.block_ids) <= diffs_of(step.size) else None
+
+    def run(self, step: CapturedStep, plan: StepPlan) -> None:
+        """Queue the forward. Its rows are the plan's, then padding."""
+        host = self._host[self._turn]
+        self._turn = (self._turn + 1) % RING
+        used = self._stage(step.size, plan, host)
+        self._staged[:used].copy_(host[:used], non_blocking=True)
+        if len(plan.block_ids):
+            self.slots.host_tables[plan.block_slots, plan.block_columns] = plan.block_ids
+        step.forward()
+
+    def _stage(self, size: int, plan: StepPlan, host: Tensor) -> int:
+        """Write the plan into a host buffer; returns how much of it is in use."""
+        array, rows, most = host.numpy(), len(plan.slots), diffs_of(size)
+        array[0] = diffs = len(plan.block_ids)
+        per_row = array[1 : 1 + 3 * size].reshape(3, size)
+        for line, values, padding in zip(per_row, (plan.token_ids, plan.starts, plan.slots), (0, 0, self.slots.spare)):
+            line[:rows], line[rows:] = values, padding
+        per_diff = array[1 + 3 * size : 1 + 3 * size + 3 * most].reshape(3, most)
+        for line, values in zip(per_diff, (plan.block_slots, plan.block_columns, plan.block_ids)):
+            line[:diffs] = values
+        return 1 + 3 * size + (3 * most if diffs else 0)
+
+    def _batch(self, size: int) -> ForwardBatch:
+        groups = len(self.decoder.spec.cache_groups())
+        batch = ForwardBatch(
+            tokens=self._tokens[:size],
+            positions=self._positions[:size],
+            q_starts=self._q_starts[: size + 1],
+            kv_lens=self._kv_lens[:size],
+            block_tables=(self.slots.tables,) * groups,
+            table_rows=self._rows[:size],
+            kv_slots=(self._kv_slots[:size],) * groups,
+            sample_rows=self._every_row[:size],
+        )
+        self.backend.plan_decode(batch)
+        return batch
+
+    def _forward(self, batch: ForwardBatch, staged: Tensor) -> Tensor:
+        decode_inputs(
+            batch.tokens,
+            batch.positions,
+            batch.kv_lens,
+            batch.kv_slots[0],
+            batch.table_rows,
+            self.slots.tables,
+            staged,
+            self.slots.last_ids,
+            self.block_size,
+        )
+        return self.decoder.logits(self.decoder.forward(batch), batch.sample_rows)
+
+    def _choose(self, ids: Tensor, logits: Tensor, batch: ForwardBatch) -> None:
+        greedy(ids, logits)
+        remember(self.slots.last_ids, batch.table_rows, ids)
+
+
+def diffs_of(size: int) -> int:
+    """New blocks that a captured step of this size can take: two a row, and a long cached prompt."""
+    return 2 * size + 128
+
+
+def _nothing() -> StepPlan:
+    """Padding alone."""
+    empty = np.empty(0, np.int32)
+    return StepPlan(0, empty, empty, empty, empty, np.empty(0, bool), empty, [])
+
+
+def _waits(run: Callable[[], object]) -> str:
+    """What torch says of the first thing in the run that waits for the device, which no graph can hold; "" if nothing does."""
+    if not torch.cuda.is_available():
+        return ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says each time that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+@contextmanager
+def _capturing(device: torch.device) -> Iterator[Callable[[Callable[[], object]], Callable[[], object]]]:
+    """Gives what turns a run of ops into its replay. Off CUDA nothing is captured: a replay is the run again, for tests."""
+    if device.type != "cuda":
+        yield lambda run: run
+        return
+    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def capture(run: Callable[[], object]) -> Callable[[], object]:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool)
+        try:
+            run()
+        finally:
+            graph.capture_end()
+        return graph.replay
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield capture
+    torch.cuda.current_stream().wait_stream(stream)

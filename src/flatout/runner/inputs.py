@@ -59,13 +59,13 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, groups: int) -> 
         token_ids[late_at] = slots.last_ids[late_slots]
 
     width = -(-int(kv_lens.max()) // block_size)
-    tables = slots.tables[:, :width].index_select(0, row_slots)
     batch = ForwardBatch(
         tokens=token_ids,
         positions=position,
         q_starts=q_starts.to(torch.int32),
         kv_lens=kv_len.to(torch.int32),
-        block_tables=(tables,) * groups,
+        block_tables=(slots.tables,) * groups,
+        table_rows=row_slots.to(torch.int32),
         kv_slots=(kv_slot,) * groups,
         sample_rows=sample_rows,
     )

@@ -104,8 +104,9 @@ def size_pool(
         # what others hold, and what CUDA itself took, is neither ours nor free
         elsewhere = total - free - torch.cuda.memory_reserved()
         budget = int(total * cache.gpu_memory_utilization) - elsewhere - weight_bytes - transient
-        # attention through gathers copies at most one layer's share of the pool
-        blocks = max(budget, 0) * spec.num_layers // (spec.num_layers + 1) // block_bytes
+        if config.device.attention_backend == "torch":  # its gathers copy at most one layer's share of the pool
+            budget = budget * spec.num_layers // (spec.num_layers + 1)
+        blocks = budget // block_bytes - 1  # one is the spare slot's
         why = (
             f"{cache.gpu_memory_utilization:.0%} of {total / GIB:.1f} GiB less weights {weight_bytes / GIB:.2f}, "
             f"a worst step {transient / GIB:.2f}, outside {elsewhere / GIB:.2f} GiB"

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from flatout.attention.backend import AttentionBackend
+from flatout.kernels.inputs import remember
 from flatout.kernels.op import choices
 from flatout.models.decoder import Decoder
-from flatout.runner.graphs import Executor
+from flatout.runner.graphs import RING, CapturedStep, Executor
 from flatout.runner.inputs import build_inputs
 from flatout.runner.sampler import Logprobs, Sampler
 from flatout.runner.slots import Slots, to_device
@@ -49,6 +50,9 @@ class Runner:
         self.slots = Slots(max_slots, max_blocks, device)
         self.sampler = Sampler(decoder.spec.vocab_size, max_slots, device)
         self.executor = Executor(decoder, backend)
+        # of captured steps: where their ids go on the host, in turn, and which is next
+        self._results = [torch.empty(max_slots, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(RING)]
+        self._turn = 0
         self.prompts: dict[int, tuple[np.ndarray, int]] = {}  # slot -> (prompt ids, alternatives) of requests that want prompt logprobs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute") if device.type == "cpu" else None
 
@@ -77,7 +81,7 @@ class Runner:
         start.record()
         with torch.inference_mode():
             output, inputs_s = self._execute(plan)
-            output = output.map(lambda t: t.to("cpu", non_blocking=True))
+            output = output.map(self._to_host)
         end.record()
         launch_s = time.perf_counter() - begin - inputs_s
 
@@ -88,6 +92,14 @@ class Runner:
         return wait
 
     def _execute(self, plan: StepPlan) -> tuple[_StepOutput, float]:
+        """The step's output, under way, and the seconds until its forward began."""
+        try:
+            return self._run(plan)
+        except Exception:
+            self.slots.apply(plan)  # whatever failed: later plans rely on the tables
+            raise
+
+    def _run(self, plan: StepPlan) -> tuple[_StepOutput, float]:
         begin = time.perf_counter()
         # admitted requests have the last rows. Their own `slot` may have changed by now: the engine's thread goes on meanwhile
         for request, slot in zip(plan.admitted, plan.slots[len(plan.slots) - len(plan.admitted) :].tolist()):
@@ -96,6 +108,9 @@ class Runner:
             # once a request: not for samples that share the prompt, nor when it is computed again after preemption
             if request.params.prompt_logprobs is not None and request.index == 0 and not request.output_ids:
                 self.prompts[slot] = (np.asarray(request.prompt_ids, np.int64), request.params.prompt_logprobs)
+        step = None if self.prompts else self.executor.captured(plan)
+        if step is not None:
+            return self._replay(step, plan), time.perf_counter() - begin
         self.slots.apply(plan)
         inputs = build_inputs(plan, self.slots, self.block_size, self.groups)
         inputs_s = time.perf_counter() - begin
@@ -110,6 +125,25 @@ class Runner:
         if self.prompts:
             self._prompt_logprobs(plan, hidden, output)
         return output, inputs_s
+
+    def _replay(self, step: CapturedStep, plan: StepPlan) -> _StepOutput:
+        """A captured forward; its choice too where every row is greedy and asks nothing else."""
+        assert self.executor.decodes is not None
+        rows = len(plan.slots)
+        self.executor.decodes.run(step, plan)
+        if self.sampler.plainly_greedy(plan.slots):
+            step.choose()
+            return _StepOutput(step.ids[:rows], None, {})
+        sampled = self.sampler.sample(step.logits[:rows], plan.slots, plan.out_positions)
+        remember(self.slots.last_ids, step.batch.table_rows[:rows], sampled.ids)
+        return _StepOutput(sampled.ids, sampled.logprobs, {})
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        """A copy under way. Ids, which every step has, go through the ring: pinning memory anew costs more than the copy."""
+        if tensor.dtype != torch.int64 or tensor.dim() != 1:
+            return tensor.to("cpu", non_blocking=True)
+        self._turn = (self._turn + 1) % RING
+        return self._results[self._turn][: tensor.shape[0]].copy_(tensor, non_blocking=True)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor, output: _StepOutput) -> None:
         """Logits of prompt positions, a slice at a time so that nothing grows with the prompt."""

@@ -95,6 +95,11 @@ class Sampler:
             edits.prompt = len(prompt)
             edits.history = self._history.take(np.concatenate([prompt, np.asarray(request.output_ids, np.int64)]))
 
+    def plainly_greedy(self, slots: np.ndarray) -> bool:
+        """Whether these slots (int32 [S]) ask for nothing but each row's likeliest token: then sample() is the op greedy."""
+        edited = self._edits and any(slot in self._edits for slot in slots.tolist())
+        return not edited and not self._temperature[slots].any() and int(self._logprobs[slots].max()) < 0
+
     def sample(self, logits: Tensor, slots: np.ndarray, out_positions: np.ndarray) -> Sampled:
         """Choose a token for each row of logits (float32 [S, vocab_size], contiguous; may be overwritten).
 
@@ -105,12 +110,17 @@ class Sampler:
         rows, vocab = logits.shape
         if vocab != self.vocab_size or rows != len(slots) or logits.dtype != torch.float32 or not logits.is_contiguous():
             raise ValueError(f"logits {tuple(logits.shape)} {logits.dtype} are not contiguous float32 [{len(slots)}, {self.vocab_size}]")
+        if self.plainly_greedy(slots):
+            ids = torch.empty(rows, dtype=torch.int64, device=self.device)
+            logit_edits.clean_logits(logits, ids[:0])
+            sampling.greedy(ids, logits)
+            return Sampled(ids, None)
         edited = [(row, self._edits[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._edits]
         positions = out_positions.tolist()
         staged = _Staged(self.device)
         staged["edited"] = np.array([row for row, _ in edited], np.int64)
         longest = self._stage_edits(staged, edited, positions)
-        widths = self._stage_draws(staged, slots, out_positions)
+        self._stage_draws(staged, slots, out_positions)
         asked = np.flatnonzero(self._logprobs[slots] >= 0)
         staged["asked"] = asked
         staged.send()
@@ -123,8 +133,8 @@ class Sampler:
             self._edit(logits, staged, longest)
         ids = torch.empty(rows, dtype=torch.int64, device=self.device)
         sampling.greedy(ids, logits)
-        for group, width in widths.items():
-            sampling.draw(ids, logits, staged[group], staged[group + " params"], staged[group + " keys"], self._hashes, width)
+        if "drawn" in staged:
+            sampling.draw(ids, logits, staged["drawn"], staged["params"], staged["keys"], self._hashes)
         if "append" in staged:
             logit_edits.append_tokens(self._history.tokens, staged["append"], ids, staged["append rows"])
         if not len(asked):
@@ -150,29 +160,14 @@ class Sampler:
         sampling.token_logprobs(out.chosen, out.ranks, out.top_ids, out.top_logprobs, logits, ids)
         return out
 
-    def _stage_draws(self, staged: _Staged, slots: np.ndarray, out_positions: np.ndarray) -> dict[str, int]:
-        """Stage the rows that are drawn, in groups by how many of the largest logits their filters must see: group -> that width."""
-        temperature = self._temperature[slots]
-        drawn = temperature > 0
-        if not drawn.any():
-            return {}
-        params = np.concatenate([temperature[:, None], self._filters[slots]], axis=1)
-        keys = sampling.position_keys(self._keys[slots], out_positions)
-        top_p, top_k = params[:, 1], params[:, 3]
-        few = drawn & (top_k <= sampling.SMALL_TOP_K) & (top_k < self.vocab_size)
-        sort = drawn & ~few & ((top_p < 1) | (top_k < self.vocab_size))
-        widths = {}
-        for group, members, width in (
-            ("unfiltered", drawn & ~few & ~sort, 0),
-            ("few", few, int(top_k.max(where=few, initial=0))),
-            ("sort", sort, self.vocab_size),
-        ):
-            if members.any():
-                widths[group] = width
-                staged[group] = np.flatnonzero(members)
-                staged[group + " params"] = params[members]
-                staged[group + " keys"] = keys[members]
-        return widths
+    def _stage_draws(self, staged: _Staged, slots: np.ndarray, out_positions: np.ndarray) -> None:
+        """Stage which rows are drawn, with what filters and random numbers."""
+        drawn = np.flatnonzero(self._temperature[slots])
+        if len(drawn):
+            members = slots[drawn]
+            staged["drawn"] = drawn
+            staged["params"] = np.concatenate([self._temperature[members, None], self._filters[members]], axis=1)
+            staged["keys"] = sampling.position_keys(self._keys[members], out_positions[drawn])
 
     def _stage_edits(self, staged: _Staged, edited: list[tuple[int, _Edits]], positions: list[int]) -> int:
         """Stage the cells that the rows' edits touch. Returns the longest history that penalties read."""

@@ -1,7 +1,7 @@
 """Slots: one permanent row per live request, on the device; diffs are staged on the host and applied in one go.
 
 Holds what a step needs of the past without asking the host: the last sampled id and the block table. Sampling state is the
-sampler's. Called by runner.py and inputs.py; knows nothing of requests' text, order or policy.
+sampler's. Called by runner.py, graphs.py and inputs.py; knows nothing of requests' text, order or policy.
 """
 
 from __future__ import annotations
@@ -14,18 +14,27 @@ from flatout.step import StepPlan
 
 
 class Slots:
-    """`tables` int32 [slots, max_blocks] (host twin: `host_tables`), `last_ids` int64 [slots]."""
+    """`tables` int32 [slots + 1, max_blocks] (host twin: `host_tables`), `last_ids` int64 [slots + 1].
+
+    The last row, `spare`, is nobody's: a captured step's rows of padding work there, on the block that spare_block() names.
+    """
 
     def __init__(self, max_slots: int, max_blocks: int, device: torch.device):
         self.device = device
-        self.last_ids = torch.zeros(max_slots, dtype=torch.int64, device=device)
-        self.host_tables = np.zeros((max_slots, max_blocks), np.int32)
+        self.spare = max_slots
+        self.last_ids = torch.zeros(max_slots + 1, dtype=torch.int64, device=device)
+        self.host_tables = np.zeros((max_slots + 1, max_blocks), np.int32)
         # on the CPU the twin is the table itself
         self.tables = (
             torch.from_numpy(self.host_tables)
             if device.type == "cpu"
-            else torch.zeros(max_slots, max_blocks, dtype=torch.int32, device=device)
+            else torch.zeros(max_slots + 1, max_blocks, dtype=torch.int32, device=device)
         )
+
+    def spare_block(self, block: int) -> None:
+        """A block that no request will ever be given."""
+        self.host_tables[self.spare] = block
+        self.tables[self.spare] = block
 
     def apply(self, plan: StepPlan) -> None:
         """Write the plan's newly given blocks into the tables."""
