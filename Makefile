@@ -11,6 +11,8 @@ PROMPT ?= What does a language model do, in two sentences?
 CPU_TORCH := torch==2.13.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 GPU_TORCH := torch>=2.11
+# Kernels for GPUs are tested in Triton's interpreter where no GPU is; with one, torch brings the Triton it needs.
+CPU_TRITON := triton>=3.6,<3.9; platform_system == 'Linux' and platform_machine == 'x86_64'
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: demo test long bench format clean
@@ -60,4 +62,5 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.installed
 	$(PIP) -q -e '.[test]'
+	@if $(BIN)/python -c "import torch; raise SystemExit(torch.cuda.is_available())"; then $(PIP) -q "$(CPU_TRITON)"; fi
 	@touch $@

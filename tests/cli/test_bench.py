@@ -2,12 +2,17 @@
 
 import hashlib
 import json
+import re
 
 import pytest
 
 from flatout.bench import compare, offline
+from flatout.bench.account import step_flops
+from flatout.bench.kernels import SHOWN, KernelTime, kernel_lines
 from flatout.bench.workloads import NAMES, VOCAB, fold, workload
 from flatout.cli import main
+from flatout.modelfile.spec import LayerSpec, ModelSpec, RopeSpec
+from flatout.step import StepRecord
 
 # of the lists of (prompt ids, output tokens), so that figures of different days and engines speak of the same work
 HASHES = {
@@ -56,12 +61,29 @@ def test_small_vocabularies_get_the_same_shapes():
     assert fold(workload("batch1"), VOCAB) == workload("batch1")
 
 
-def test_offline(tiny, monkeypatch, capsys):
+def test_offline(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(offline, "workload", lambda name: [(list(range(20 + i)), 4) for i in range(3)])
-    argv = ["bench", "offline", "batch8", "prefill8k", "--models", tiny, "--load-format", "dummy", "--dtype", "float32", "--threads", "1"]
-    assert main([*argv, "--json", "--repeats", "2"]) == 0
+    argv = [
+        "bench",
+        "offline",
+        "--work",
+        "batch8,prefill8k",
+        "--models",
+        tiny,
+        "--load-format",
+        "dummy",
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+    ]
+    file = tmp_path / "figures.json"
+    assert main([*argv, "--json", "--repeats", "2", "--output", str(file)]) == 0
     captured = capsys.readouterr()
     report = json.loads(captured.out)
+    assert json.loads(file.read_text()) == report
+    (start,) = report["start_seconds"].values()
+    assert set(start) >= {"config", "weights", "KV pool", "warm-up"}
     assert [r["work"] for r in report["results"]] == ["batch8", "prefill8k"]
     first = report["results"][0]
     assert first["requests"] == 3
@@ -72,10 +94,40 @@ def test_offline(tiny, monkeypatch, capsys):
     assert report["results"][1]["of_floor"] is None
     assert main([*argv, "--quiet"]) == 0
     captured = capsys.readouterr()
-    head, *rows = captured.out.rstrip("\n").split("\n")
-    assert len(rows) == 2
+    head, *rest = captured.out.rstrip("\n").split("\n")
+    rows, accounts = rest[::2], rest[1::2]
+    assert len(rows) == len(accounts) == 2
+    assert re.fullmatch(r"  4 steps: floor \d+%, kernels over it \d+%, device idle \d+%; host us a step: schedule \d+, .*", accounts[0])
     assert len({len(line) for line in (head, *rows)}) == 1  # columns line up
     assert captured.err == ""
+
+
+def test_kernels_are_shown_longest_first():
+    lines = kernel_lines([KernelTime("a" * 100, 4, 3e-3), *[KernelTime("b", 1, 1e-4)] * 20])
+    assert len(lines) == SHOWN
+    assert lines[0].split() == ["60%", "4", "x", "750.00", "us", "a" * 60]
+    assert lines[1].split() == ["2%", "1", "x", "100.00", "us", "b"]
+
+
+@pytest.mark.parametrize("help_flag", ["--help", "--help-all"])
+def test_offline_tells_its_flags(help_flag, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "offline", help_flag])
+    out = capsys.readouterr().out
+    assert all(flag in out for flag in ("--work", "--models", "--repeats", "--kernels", "--output", "--json"))
+    assert all(name in out for name in NAMES)
+
+
+def test_account_of_a_step_by_hand():
+    """A decode of two rows with 100 keys each, and a chunk of 3 tokens after 7."""
+    spec = ModelSpec(
+        "x", "llama", vocab_size=50, hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=16,
+        layers=(LayerSpec(), LayerSpec(window=5)), ropes=(RopeSpec(1e4, 4),), max_position=512, norm_eps=1e-5,
+    )  # fmt: skip
+    decode = StepRecord(1, 0.0, tokens=2, rows=2, kv_tokens=200, sampled=2)
+    assert step_flops(spec, 1000, decode) == 2 * (2 * 600 + 2 * 400) + 4 * 8 * 2 * (100 + 5)
+    chunk = StepRecord(2, 0.0, tokens=3, rows=1, kv_tokens=10, sampled=1)
+    assert step_flops(spec, 1000, chunk) == 2 * (3 * 600 + 400) + 4 * 8 * 3 * (9 + 5)
 
 
 def test_shapes_are_readable():

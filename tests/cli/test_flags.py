@@ -79,7 +79,7 @@ def test_version(capsys):
         (["generate", "x", "--raw", "--system", "s"], "--system"),
         (["generate", "x", "--raw", "--chat-template", "{{ x }}"], "--chat-template"),
         (["generate", ""], "PROMPT"),
-        (["bench", "offline", "batch9"], "batch8"),
+        (["bench", "offline", "--work", "batch9"], "batch8"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

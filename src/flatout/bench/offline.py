@@ -11,24 +11,29 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from flatout.bench.account import Account, account
+from flatout.bench.kernels import kernel_lines, kernel_times
 from flatout.bench.workloads import NAMES, Work, fold, workload
 from flatout.cli.figures import ELEMENT_BYTES, kv_read, weights_read
 from flatout.cli.flags import Parser, UsageError, add_config_flags, config_options, nearest
 from flatout.cli.terminal import open_llm, table
 from flatout.config import DEFAULT_MODEL
-from flatout.hardware import ceilings, detect
+from flatout.hardware import Hardware, ceilings, detect
 from flatout.request import SamplingParams
 
 if TYPE_CHECKING:
     from flatout.llm import LLM
+    from flatout.step import StepRecord
 
 SHAPES = Path(__file__).parent / "models"  # configs without weights
+PROFILED = 16
 CPU_WORK, CUDA_WORK = ("batch1", "batch8"), ("batch1", "batch8", "batch64", "batch256")
 
 
@@ -45,36 +50,61 @@ class Result:
     ttft_ms: float  # median over requests, waiting included
     tpot_ms: float  # median over requests that got more than one token
     of_floor: float | None  # floor of a decode step / TPOT, where all requests decode together (batchN)
+    account: Account  # of the same run
 
 
 def configure(parser: Parser) -> None:
-    parser.add_argument("work", nargs="*", metavar="WORK", help=f"{', '.join(NAMES)} (default: batch1 and batch8; on a GPU to batch256)")
     shapes = ", ".join(sorted(p.stem for p in SHAPES.glob("*.json")))
     group = parser.add_argument_group("measuring")
+    parser.flag(
+        group,
+        "--work",
+        nargs="+",
+        type=lambda text: text.split(","),
+        metavar="WORK",
+        help=f"{', '.join(NAMES)}, or all (default: batch1 and batch8; on a GPU to batch256)",
+    )
     parser.flag(
         group, "--models", nargs="+", metavar="MODEL", help=f"models, or shapes with random weights: {shapes} (default: {DEFAULT_MODEL})"
     )
     parser.flag(group, "--repeats", type=int, metavar="N", default=1, help="runs of each workload; the median one is shown (default: 1)")
     parser.flag(group, "--json", action="store_true", default=False, help="print JSON instead of a table")
+    parser.flag(group, "--output", metavar="FILE", default=None, help="write the JSON into a file too, result by result")
+    parser.flag(
+        group,
+        "--kernels",
+        action="store_true",
+        default=False,
+        help=f"on a GPU: show the kernels of each work, outputs cut to {PROFILED} tokens",
+    )
     parser.flag(group, "--quiet", action="store_true", default=False, help="no report of what was loaded")
     add_config_flags(parser, skip=("model",))
 
 
 def run(args: Namespace) -> int:
-    for name in getattr(args, "work", ()):
+    asked = [name for names in getattr(args, "work", ()) for name in names]
+    asked = list(NAMES) if asked == ["all"] else asked
+    for name in asked:
         if name not in NAMES:
             raise UsageError(f"{name!r} is not a workload{nearest(name, NAMES)}; known: {', '.join(NAMES)}")
     options = config_options(args)
     machine = detect(options.get("device", "auto"))
     ceilings(machine)  # measured before a KV pool takes the memory
     results: list[Result] = []
+    starts: dict[str, dict[str, float]] = {}  # model -> seconds of each phase of its start
     for model in getattr(args, "models", None) or [DEFAULT_MODEL]:
         with open_llm({**options, **_model_options(model)}, args.quiet) as llm:
+            starts[Path(model).name] = llm.engine.seconds
             default = CUDA_WORK if llm.config.device.device == "cuda" else CPU_WORK
-            for result in _measure(llm, Path(model).name, getattr(args, "work", ()) or default, args.repeats):
+            for result in _measure(llm, Path(model).name, asked or default, args.repeats):
                 results.append(result)
                 if not args.json:
                     print("\n".join(_lines([result], head=len(results) == 1)), flush=True)
+                if args.kernels and machine.device == "cuda":
+                    work = [(prompt, min(n, PROFILED)) for prompt, n in fold(workload(result.work), llm.spec.vocab_size)]
+                    print("\n".join(kernel_lines(kernel_times(partial(_generate, llm, work, "kernels")))), flush=True)
+                if args.output:
+                    Path(args.output).write_text(_json(machine, starts, results))
         del llm
         gc.collect()
         if machine.device == "cuda":
@@ -82,9 +112,14 @@ def run(args: Namespace) -> int:
 
             torch.cuda.empty_cache()
     if args.json:
-        facts = {"device": machine.name, "cores": machine.cpu_count, "read_bytes_s": ceilings(machine).read[-1].median}
-        print(json.dumps({"machine": facts, "results": [asdict(r) for r in results]}, indent=1))
+        print(_json(machine, starts, results))
     return 0
+
+
+def _json(machine: Hardware, starts: dict[str, dict[str, float]], results: list[Result]) -> str:
+    roof = ceilings(machine)
+    facts = {"device": machine.name, "cores": machine.cpu_count, "read_bytes_s": roof.read[-1].median, "matrix_flop_s": roof.matrix}
+    return json.dumps({"machine": facts, "start_seconds": starts, "results": [asdict(r) for r in results]}, indent=1)
 
 
 def _model_options(model: str) -> dict[str, Any]:
@@ -93,13 +128,13 @@ def _model_options(model: str) -> dict[str, Any]:
     return {"model": str(shape), "load_format": "dummy"} if shape.is_file() else {"model": model}
 
 
-def _measure(llm: LLM, model: str, names: tuple[str, ...], repeats: int) -> Iterator[Result]:
+def _measure(llm: LLM, model: str, names: Sequence[str], repeats: int) -> Iterator[Result]:
     warm = fold(workload("batch1"), llm.spec.vocab_size)
     _generate(llm, [(prompt, 8) for prompt, _ in warm], "warm-up")
     for name in names:
         work = fold(workload(name), llm.spec.vocab_size)
         runs = sorted((_generate(llm, work, f"{name} {i}") for i in range(repeats)), key=lambda run: run[0])
-        seconds, ttfts, tpots = runs[len(runs) // 2]
+        seconds, ttfts, tpots, records = runs[len(runs) // 2]
         tokens_in, tokens_out = sum(len(p) for p, _ in work), sum(n for _, n in work)
         tpot = median(tpots) if tpots else 0.0
         yield Result(
@@ -112,12 +147,14 @@ def _measure(llm: LLM, model: str, names: tuple[str, ...], repeats: int) -> Iter
             ttft_ms=median(ttfts) * 1e3,
             tpot_ms=tpot * 1e3,
             of_floor=_step_floor(llm, work) / tpot if name.startswith("batch") and tpot else None,
+            account=account(llm, records, seconds, ceilings(detect(llm.config.device.device))),
         )
 
 
-def _generate(llm: LLM, work: Work, salt: str) -> tuple[float, list[float], list[float]]:
-    """Seconds in all, and TTFT and TPOT of each request."""
+def _generate(llm: LLM, work: Work, salt: str) -> tuple[float, list[float], list[float], list[StepRecord]]:
+    """Seconds in all, TTFT and TPOT of each request, and the run's last steps (those that the engine remembers)."""
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for _, n in work]
+    llm.engine.records.clear()
     begin = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in work], params, use_tqdm=False, cache_salt=salt)
     seconds = time.perf_counter() - begin
@@ -129,7 +166,7 @@ def _generate(llm: LLM, work: Work, salt: str) -> tuple[float, list[float], list
         ttfts.append(timing.first_token - timing.arrival)
         if got > 1:
             tpots.append((timing.finished - timing.first_token) / (got - 1))
-    return seconds, ttfts, tpots
+    return seconds, ttfts, tpots, list(llm.engine.records)
 
 
 def _step_floor(llm: LLM, work: Work) -> float:
@@ -156,7 +193,8 @@ def _lines(results: list[Result], head: bool) -> list[str]:
         for r in results
     ]
     columns = ("model", "work", "requests", "seconds", "out tok/s", "all tok/s", "TTFT ms", "TPOT ms", "of floor")
-    return table(columns, rows, widths=(20, 13, 8, 8, 10, 10, 10, 8, 8))[0 if head else 1 :]
+    lines = table(columns, rows, widths=(20, 13, 8, 8, 10, 10, 10, 8, 8))[0 if head else 1 :]
+    return [*lines, *(f"  {r.account.line()}" for r in results)]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ VERBS = {  # verb -> (module with configure() and run(), what follows it, what i
     "chat": ("flatout.cli.chat", "[MODEL]", "talk with a model in the terminal"),
     "serve": ("flatout.cli.serve", "[MODEL]", "an OpenAI-compatible HTTP server"),
     "pull": ("flatout.cli.pull", "[MODEL]", "download a model into the cache"),
-    "bench offline": ("flatout.bench.offline", "[WORK ...]", "time fixed work on this machine"),
+    "bench offline": ("flatout.bench.offline", "", "time fixed work on this machine"),
     "bench compare": ("flatout.bench.compare", "", "time the same work here and in Transformers"),
 }
 
