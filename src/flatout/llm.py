@@ -98,6 +98,9 @@ class _Live:
     def push(self, output: Output) -> StreamDelta:
         """Take a step's output. Ids behind a stop string are dropped."""
         reason, stop_reason, ids, text = output.finish_reason, output.stop_reason, output.token_ids, ""
+        if self.first is not None and reason is None and self.text is None and not output.logprobs:
+            self.token_ids += ids  # one more id and nothing else: nearly all of a large batch
+            return StreamDelta(self.request.index, "", ids, None, None, self.first.cached_tokens)
         if self.text is not None:
             delta = self.text.push(ids, reason)
             text, ids, reason = delta.text, delta.token_ids, delta.finish_reason
