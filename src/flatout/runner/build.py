@@ -103,9 +103,8 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
     phase("KV pool")
     for rows, tokens in _warm_steps(device, seqs, budget):
         _warm_step(runner, longest, rows, tokens)
-    if (
-        graphs is None and choices.unsaved
-    ):  # this model's shapes are new to this machine: measure the batches that users will make, once, not while they wait
+    # this model's shapes are new to this machine: measure the batches that users will make, once, not while they wait. Graphs measure theirs
+    if graphs is None and choices.unsaved:
         for rows in sorted({shape_class(n) for n in range(2, min(seqs, budget, MOST_WARMED) + 1)}):
             _warm_step(runner, longest, min(rows, seqs, budget), min(rows, seqs, budget))
     phase("warm-up")
@@ -123,8 +122,9 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
 
 
 def _mark(spec: ModelSpec, config: Config) -> str:
-    """Stands for what a start compiles: the model's sizes and the settings."""
-    return "kernels for " + hashlib.sha256(repr((spec, config.cache, config.scheduler, config.device)).encode()).hexdigest()[:16]
+    """Stands for what a start compiles: the model's sizes, and the settings that kernels are made for."""
+    made_for = (spec, config.model.dtype, config.cache.block_size, config.device)
+    return "kernels for " + hashlib.sha256(repr(made_for).encode()).hexdigest()[:16]
 
 
 def _compile_ahead(runner: Runner, graphs: DecodeGraphs | None, name: str, longest: int, seqs: int, budget: int, threads: int) -> list[str]:

@@ -6,7 +6,6 @@ sizes between those captured are padded with rows on the spare slot. Holds no re
 
 from __future__ import annotations
 
-import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +82,6 @@ class DecodeGraphs:
         self.block_size = block_size
         self.sizes = tuple(sorted(sizes))
         self.steps: list[CapturedStep] = []  # by size
-        self.seconds = 0.0
         device, most = slots.device, self.sizes[-1]
         self._tokens, self._positions, self._kv_slots, self._ids = (torch.zeros(most, dtype=torch.int64, device=device) for _ in range(4))
         self._kv_lens, self._rows = (torch.ones(most, dtype=torch.int32, device=device) for _ in range(2))
@@ -97,7 +95,6 @@ class DecodeGraphs:
     def capture(self) -> str:
         """Capture every size, the largest first, so that they share one pool of memory. Runs each once before, which measures and compiles
         what a capture cannot. Returns why it captured nothing, or ""."""
-        begin = time.perf_counter()
         with _capturing(self.slots.device) as capture, torch.inference_mode():
             for size in reversed(self.sizes):
                 batch, staged, ids, logits = self.rehearse(size)
@@ -106,7 +103,6 @@ class DecodeGraphs:
                 forward = capture(partial(self._forward, batch, staged))
                 choose = capture(partial(self._choose, ids, logits, batch))
                 self.steps.insert(0, CapturedStep(size, batch, staged, logits, ids, forward, choose))
-        self.seconds = time.perf_counter() - begin
         return ""
 
     def rehearse(self, size: int) -> tuple[ForwardBatch, Tensor, Tensor, Tensor]:
