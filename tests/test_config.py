@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 
+from flatout import config as config_module
 from flatout.config import Config, ConfigError, ServerConfig, check_values, flag_of, resolve
 from flatout.hardware import Hardware
 from flatout.modelfile.spec import LayerSpec, ModelSpec, RopeSpec
@@ -179,7 +180,8 @@ def test_an_allocation_that_fails_names_the_settings():
 # -- by device ------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_for_gpus_alone():
+def test_what_is_for_gpus_alone(monkeypatch):
+    monkeypatch.setattr(config_module, "find_spec", lambda name: name)  # Triton is there
     with pytest.raises(ConfigError, match="--enforce-eager captures nothing"):
         Config.make(enforce_eager=True, max_cudagraph_capture_size=8)
     for options, wrong in (
@@ -196,3 +198,24 @@ def test_what_is_for_gpus_alone():
     assert resolve(Config.make(dtype="float32"), SPEC, GPU)[0].device.attention_backend == "torch"
     assert resolve(Config.make(enforce_eager=True), SPEC, GPU)[0].device.max_cudagraph_capture_size is None
     assert resolve(Config.make(max_num_seqs=48), SPEC, GPU)[0].device.max_cudagraph_capture_size == 48
+    larger, decisions = resolve(Config.make(max_num_seqs=48, max_cudagraph_capture_size=64), SPEC, GPU)
+    assert larger.device.max_cudagraph_capture_size == 48
+    assert any(d.field == "max_cudagraph_capture_size" and "64 asked" in d.reason for d in decisions)
+    for options in ({"dtype": "float32"}, {"attention_backend": "torch"}):
+        with pytest.raises(ConfigError, match="--max-cudagraph-capture-size: only attention by triton can be captured"):
+            resolve(Config.make(max_cudagraph_capture_size=8, **options), SPEC, GPU)
+
+
+def test_a_gpu_without_what_the_paged_kernels_need_has_torchs_attention(monkeypatch):
+    odd, old = replace(SPEC, head_dim=20), replace(GPU, capability=(7, 5), has_bfloat16=False)
+    monkeypatch.setattr(config_module, "find_spec", lambda name: name)
+    for spec, machine, why in ((odd, GPU, "heads of 20 dims"), (SPEC, old, "compute capability 7.5")):
+        resolved, decisions = resolve(Config.make(), spec, machine)
+        assert resolved.device.attention_backend == "torch" and resolved.device.max_cudagraph_capture_size is None
+        assert why in next(d.reason for d in decisions if d.field == "attention_backend")
+        for options in ({"attention_backend": "triton"}, {"deterministic": True}):
+            with pytest.raises(ConfigError, match=why):
+                resolve(Config.make(**options), spec, machine)
+    monkeypatch.setattr(config_module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--deterministic: cannot run this model: Triton is not installed"):
+        resolve(Config.make(deterministic=True), SPEC, GPU)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -275,16 +276,20 @@ def _device(config: Config, spec: ModelSpec, hardware: Hardware, dtype: str, seq
         raise ConfigError("--attention-backend: --deterministic needs triton")
     if backend == "auto":
         if not cuda or unable:
-            yield "attention_backend", ("torch", unable or "the one for CPUs")
+            backend, why = "torch", unable or "the one for CPUs"
         elif dtype == "float32" and not device.deterministic:
-            yield "attention_backend", ("torch", "float32 by cuBLAS")
+            backend, why = "torch", "float32 by cuBLAS"
         else:
-            yield "attention_backend", ("triton", "reads the cache where it lies, and can be captured in graphs")
-    if cuda and not device.enforce_eager and device.max_cudagraph_capture_size is None:
-        yield (
-            "max_cudagraph_capture_size",
-            (min(seqs, CAPTURED), "--max-num-seqs" if seqs <= CAPTURED else "larger steps hide their launches"),
-        )
+            backend, why = "triton", "reads the cache where it lies, and can be captured in graphs"
+        yield "attention_backend", (backend, why)
+    largest = device.max_cudagraph_capture_size
+    if backend == "torch" and largest is not None:
+        raise ConfigError("--max-cudagraph-capture-size: only attention by triton can be captured, and here torch does it; leave it out")
+    if largest is not None and largest > seqs:
+        yield "max_cudagraph_capture_size", (seqs, f"{largest} asked, but a step has at most {seqs} rows")
+    if backend == "triton" and not device.enforce_eager and largest is None:
+        reason = "--max-num-seqs" if seqs <= CAPTURED else "larger steps hide their launches"
+        yield "max_cudagraph_capture_size", (min(seqs, CAPTURED), reason)
 
 
 def _unpaged(spec: ModelSpec, hardware: Hardware, dtype: str) -> str:
@@ -292,6 +297,8 @@ def _unpaged(spec: ModelSpec, hardware: Hardware, dtype: str) -> str:
     most, group = 128 if dtype == "float32" else 256, spec.num_heads // spec.num_kv_heads
     if hardware.capability is not None and hardware.capability < (8, 0):
         return f"compute capability {hardware.capability[0]}.{hardware.capability[1]}, 8.0 is needed"
+    if find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
     if spec.head_dim % 16 or spec.head_dim > most:
         return f"heads of {spec.head_dim} dims; multiples of 16 up to {most} are possible in {dtype}"
     return f"{group} query heads to a key/value head; up to 64 are possible" if group > 64 else ""

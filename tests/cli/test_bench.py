@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from flatout import engine
 from flatout.bench import compare, offline
 from flatout.bench.account import step_flops
 from flatout.bench.kernels import SHOWN, KernelTime, kernel_lines
@@ -116,6 +117,31 @@ def test_offline_tells_its_flags(help_flag, capsys):
     out = capsys.readouterr().out
     assert all(flag in out for flag in ("--work", "--models", "--repeats", "--kernels", "--output", "--json"))
     assert all(name in out for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (["--repeats", "0"], "--repeats: must be at least 1, got 0"),
+        (["--kernels"], "--kernels: needs a CUDA device"),
+        (["--work", "batch9"], "--work: 'batch9' is not a workload (did you mean batch8?)"),
+        (["--output", "/nowhere/figures.json"], "--output: /nowhere/figures.json: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_before_a_model_loads(tiny, options, wrong, capsys, monkeypatch):
+    monkeypatch.setattr(offline, "open_llm", None)
+    assert main(["bench", "offline", "--models", tiny, *options]) == 2
+    assert wrong in capsys.readouterr().err
+
+
+def test_every_step_of_a_run_is_in_its_account(tiny, monkeypatch, capsys):
+    """More steps than the engine remembers; a workload named twice is run once."""
+    monkeypatch.setattr(offline, "workload", lambda name: [([20, 21], 90)])
+    monkeypatch.setattr(engine, "RECORDS_KEPT", 8)
+    argv = ["--models", tiny, "--load-format", "dummy", "--dtype", "float32", "--threads", "1", "--json", "--quiet"]
+    assert main(["bench", "offline", "--work", "batch1", "batch1", *argv]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["account"]["steps"] == 90
 
 
 def test_account_of_a_step_by_hand():

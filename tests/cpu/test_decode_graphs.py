@@ -64,8 +64,8 @@ def reading(monkeypatch):
 class Copying(Runner):
     """A replay's ids lie in a static buffer: on CUDA they leave it in the stream's order."""
 
-    def _replay(self, step, plan):
-        return super()._replay(step, plan).map(torch.clone)
+    def _choose(self, step, plan):
+        return super()._choose(step, plan).map(torch.clone)
 
 
 class Apart(Slots):
@@ -196,8 +196,8 @@ def test_captured_steps_equal_eager_ones(family, kind, tmp_path_factory):
     eager, captured = sides = [side(folder, False), side(folder, True)]
     decodes = captured.runner.executor.decodes
     requests, replayed = Requests(7), []
-    run = decodes.run
-    decodes.run = lambda step, plan: (replayed.append((step.size, len(plan.slots))), run(step, plan))
+    stage = decodes.stage
+    decodes.stage = lambda step, plan: (replayed.append((step.size, len(plan.slots))), stage(step, plan))[1]
     admit(requests, sides, PARAMS[kind])
     assert not replayed
     for turn in range(4 * RING):
@@ -270,8 +270,8 @@ def test_fitting(pair):
     for rows, size in ((1, 1), (3, 4)):
         assert decodes.fitting(plan(rows, diffs_of(size))).size == size
         assert decodes.fitting(plan(rows, diffs_of(size) + 1)) is None  # more new blocks than are staged
-    assert captured.runner.executor.captured(plan(1)).size == 1
-    assert pair[0].runner.executor.captured(plan(1)) is None
+    assert captured.runner.executor.decodes.fitting(plan(1)).size == 1
+    assert pair[0].runner.executor.decodes is None
 
 
 @pytest.mark.parametrize("most", [*range(1, 70), 100, 255, 256, 257, 1000, 1024])
@@ -289,3 +289,20 @@ def test_spare_block():
     assert slots.spare == 3 and slots.last_ids.shape == (4,)
     assert (slots.tables[3] == 77).all() and not slots.tables[:3].any()
     assert (slots.host_tables == slots.tables.numpy()).all()
+
+
+def test_prompt_logprobs_of_one_request_leave_the_others_their_graphs(tmp_path_factory):
+    """Neither a prompt of one token, which has none, nor one that was left in the middle keeps later steps from being captured ones."""
+    captured = side(make("llama", tmp_path_factory.mktemp("graphs")), True)
+    runner = captured.runner
+    asking = SamplingParams(temperature=0, prompt_logprobs=1)
+    requests = Requests(3)
+    prompts = [[7], requests.ids(6), requests.ids(3)]
+    admitted = [Request(str(i), ids, p, seed=i, slot=i) for i, (ids, p) in enumerate(zip(prompts, (asking, asking, GREEDY)))]
+    launch(requests.plan([(0, prompts[0]), (1, prompts[1][:2]), (2, prompts[2])], admitted), [captured])
+    assert set(runner.prompts) == {1}  # whose request goes away now
+    stage, staged = runner.executor.decodes.stage, []
+    runner.executor.decodes.stage = lambda step, plan: (staged.append(step.size), stage(step, plan))[1]
+    launch(requests.plan([(0, [FROM_DEVICE]), (2, [FROM_DEVICE])]), [captured])
+    assert staged
+    runner.close()

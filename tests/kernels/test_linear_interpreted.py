@@ -111,9 +111,8 @@ def test_who_runs_where():
     operands = case.arguments(case.operands())
     assert {i.name for i in linear.implementations if i.accepts(*operands)} == {"blas", "weight_first"}
     assert not {i.name for i in linear.implementations if i.accepts(*operands[:-1], True)}
-    given = case.operands()
-    linear(*case.arguments(given, invariant=True))
-    close(given["out"], case.truth(given), case, rounded_rows=False)
+    with pytest.raises(RuntimeError, match="linear: none of its implementations can give a row the same bits"):
+        linear(*case.arguments(case.operands(), invariant=True))
 
 
 @pytest.mark.parametrize("device", [INTERPRETED, Facts((8, 0), 108, 166_912, False), Facts((9, 0), 132, 232_448, True)])

@@ -39,5 +39,6 @@ def kernel_times(run: Callable[[], object]) -> list[KernelTime]:
 
 
 def kernel_lines(times: list[KernelTime]) -> list[str]:
+    """A line each of the longest; none of none."""
     total = sum(t.seconds for t in times)
     return [f"    {t.seconds / total:4.0%}  {t.calls:6d} x {t.seconds / t.calls * 1e6:9.2f} us  {t.name[:NAME]}" for t in times[:SHOWN]]

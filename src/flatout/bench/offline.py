@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import time
 from argparse import Namespace
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from flatout.bench.account import Account, account
-from flatout.bench.kernels import kernel_lines, kernel_times
+from flatout.bench.kernels import KernelTime, kernel_lines, kernel_times
 from flatout.bench.workloads import NAMES, Work, fold, workload
 from flatout.cli.figures import ELEMENT_BYTES, kv_read, weights_read
 from flatout.cli.flags import Parser, UsageError, add_config_flags, config_options, nearest
@@ -51,6 +53,7 @@ class Result:
     tpot_ms: float  # median over requests that got more than one token
     of_floor: float | None  # floor of a decode step / TPOT, where all requests decode together (batchN)
     account: Account  # of the same run
+    kernels: list[KernelTime] | None = None  # of a shorter run, where they were asked for
 
 
 def configure(parser: Parser) -> None:
@@ -62,7 +65,7 @@ def configure(parser: Parser) -> None:
         nargs="+",
         type=lambda text: text.split(","),
         metavar="WORK",
-        help=f"{', '.join(NAMES)}, or all (default: batch1 and batch8; on a GPU to batch256)",
+        help=f"{', '.join(NAMES)}, or all; spaces or commas between them (default: batch1 and batch8; on a GPU to batch256)",
     )
     parser.flag(
         group, "--models", nargs="+", metavar="MODEL", help=f"models, or shapes with random weights: {shapes} (default: {DEFAULT_MODEL})"
@@ -82,29 +85,32 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    asked = [name for names in getattr(args, "work", ()) for name in names]
-    asked = list(NAMES) if asked == ["all"] else asked
+    asked = list(dict.fromkeys(name for names in getattr(args, "work", ()) for name in names))
+    asked = list(NAMES) if "all" in asked else asked
     for name in asked:
         if name not in NAMES:
-            raise UsageError(f"{name!r} is not a workload{nearest(name, NAMES)}; known: {', '.join(NAMES)}")
+            raise UsageError(f"--work: {name!r} is not a workload{nearest(name, NAMES)}; known: {', '.join(NAMES)}, all")
+    if args.repeats < 1:
+        raise UsageError(f"--repeats: must be at least 1, got {args.repeats}")
     options = config_options(args)
     machine = detect(options.get("device", "auto"))
+    if args.kernels and machine.device != "cuda":
+        raise UsageError("--kernels: needs a CUDA device, whose profiler tells them apart")
+    report = _Report(machine, Path(args.output) if args.output else None)
+    report.write()  # a path that cannot be written is told before anything is measured
     ceilings(machine)  # measured before a KV pool takes the memory
-    results: list[Result] = []
-    starts: dict[str, dict[str, float]] = {}  # model -> seconds of each phase of its start
     for model in getattr(args, "models", None) or [DEFAULT_MODEL]:
         with open_llm({**options, **_model_options(model)}, args.quiet) as llm:
-            starts[Path(model).name] = llm.engine.seconds
+            report.starts[model] = llm.engine.seconds
             default = CUDA_WORK if llm.config.device.device == "cuda" else CPU_WORK
             for result in _measure(llm, Path(model).name, asked or default, args.repeats):
-                results.append(result)
-                if not args.json:
-                    print("\n".join(_lines([result], head=len(results) == 1)), flush=True)
-                if args.kernels and machine.device == "cuda":
+                if args.kernels:
                     work = [(prompt, min(n, PROFILED)) for prompt, n in fold(workload(result.work), llm.spec.vocab_size)]
-                    print("\n".join(kernel_lines(kernel_times(partial(_generate, llm, work, "kernels")))), flush=True)
-                if args.output:
-                    Path(args.output).write_text(_json(machine, starts, results))
+                    result = replace(result, kernels=kernel_times(partial(_generate, llm, work, "kernels")))
+                if not args.json:
+                    print("\n".join(_lines([result], head=not report.results)), flush=True)
+                report.results.append(result)
+                report.write()
         del llm
         gc.collect()
         if machine.device == "cuda":
@@ -112,14 +118,39 @@ def run(args: Namespace) -> int:
 
             torch.cuda.empty_cache()
     if args.json:
-        print(_json(machine, starts, results))
+        print(report.json())
     return 0
 
 
-def _json(machine: Hardware, starts: dict[str, dict[str, float]], results: list[Result]) -> str:
-    roof = ceilings(machine)
-    facts = {"device": machine.name, "cores": machine.cpu_count, "read_bytes_s": roof.read[-1].median, "matrix_flop_s": roof.matrix}
-    return json.dumps({"machine": facts, "start_seconds": starts, "results": [asdict(r) for r in results]}, indent=1)
+@dataclass
+class _Report:
+    """What was measured so far, kept in a file as it grows."""
+
+    machine: Hardware
+    file: Path | None
+    starts: dict[str, dict[str, float]] = field(default_factory=dict)  # model -> seconds of each phase of its start
+    results: list[Result] = field(default_factory=list)
+
+    def json(self) -> str:
+        roof = ceilings(self.machine)
+        facts = {
+            "device": self.machine.name,
+            "cores": self.machine.cpu_count,
+            "read_bytes_s": roof.read[-1].median,
+            "matrix_flop_s": roof.matrix,
+        }
+        return json.dumps({"machine": facts, "start_seconds": self.starts, "results": [asdict(r) for r in self.results]}, indent=1)
+
+    def write(self) -> None:
+        """The file whole or as it was: an interruption leaves no half. UsageError: it cannot be written."""
+        if self.file is None:
+            return
+        temporary = self.file.with_name(f".{self.file.name}.{os.getpid()}")
+        try:
+            temporary.write_text(self.json())
+            temporary.replace(self.file)
+        except OSError as error:
+            raise UsageError(f"--output: {self.file}: {error.strerror}") from None
 
 
 def _model_options(model: str) -> dict[str, Any]:
@@ -152,9 +183,9 @@ def _measure(llm: LLM, model: str, names: Sequence[str], repeats: int) -> Iterat
 
 
 def _generate(llm: LLM, work: Work, salt: str) -> tuple[float, list[float], list[float], list[StepRecord]]:
-    """Seconds in all, TTFT and TPOT of each request, and the run's last steps (those that the engine remembers)."""
+    """Seconds in all, TTFT and TPOT of each request, and the run's steps."""
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for _, n in work]
-    llm.engine.records.clear()
+    kept, llm.engine.records = llm.engine.records, deque()  # every step, however many
     begin = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in work], params, use_tqdm=False, cache_salt=salt)
     seconds = time.perf_counter() - begin
@@ -166,7 +197,8 @@ def _generate(llm: LLM, work: Work, salt: str) -> tuple[float, list[float], list
         ttfts.append(timing.first_token - timing.arrival)
         if got > 1:
             tpots.append((timing.finished - timing.first_token) / (got - 1))
-    return seconds, ttfts, tpots, list(llm.engine.records)
+    records, llm.engine.records = list(llm.engine.records), kept
+    return seconds, ttfts, tpots, records
 
 
 def _step_floor(llm: LLM, work: Work) -> float:
@@ -194,7 +226,7 @@ def _lines(results: list[Result], head: bool) -> list[str]:
     ]
     columns = ("model", "work", "requests", "seconds", "out tok/s", "all tok/s", "TTFT ms", "TPOT ms", "of floor")
     lines = table(columns, rows, widths=(20, 13, 8, 8, 10, 10, 10, 8, 8))[0 if head else 1 :]
-    return [*lines, *(f"  {r.account.line()}" for r in results)]
+    return [*lines, *(line for r in results for line in (f"  {r.account.line()}", *kernel_lines(r.kernels or [])))]
 
 
 if __name__ == "__main__":

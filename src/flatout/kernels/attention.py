@@ -320,7 +320,7 @@ def _cudnn(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Atten
             far_keys, far_values = key[:, :, : chunk.before], value[:, :, : chunk.before]
             far, far_weight = _sdpa_cudnn(query, far_keys, far_values, None, True, 0.0, False, False, scale=scale)[:2]
             share = torch.sigmoid(far_weight - weight).view(*mixed.shape[:3], 1)
-            mixed = torch.lerp(mixed, far, share.to(mixed.dtype))
+            mixed = torch.lerp(mixed.float(), far.float(), share)
         place = out[chunk.first : chunk.first + chunk.count]
         place.view(chunk.count, -1, dim).copy_(mixed[0, :, : chunk.count].transpose(0, 1))
 

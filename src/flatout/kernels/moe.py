@@ -23,7 +23,7 @@ def _route_cost(weights: Tensor, chosen: Tensor, logits: Tensor, renormalise: bo
     return Cost(activations=nbytes(weights, chosen, logits), flops=5 * logits.numel())
 
 
-@op(cost=_route_cost, outs=("weights", "chosen"))
+@op(cost=_route_cost, outs=("weights", "chosen"), last_resort=True)
 def route(weights: Tensor, chosen: Tensor, logits: Tensor, renormalise: bool) -> None:
     """The top_k of softmax(logits [T, E]) in float32: weights float32 [T, top_k], chosen int64 [T, top_k]; renormalise: weights sum to 1.
 

@@ -137,6 +137,7 @@ class Op:
         self.implementations: list[Implementation] = []
         parameters = list(inspect.signature(reference).parameters)
         self.out_indices = tuple(parameters.index(o) for o in outs)
+        self.invariant_index = parameters.index("invariant") if "invariant" in parameters else None
         self.update_indices = frozenset(parameters.index(o) for o in updates)
         self.__doc__ = reference.__doc__
         self._chosen: dict[tuple[Any, ...], Callable[..., None]] = {}
@@ -171,8 +172,10 @@ class Op:
 
     def _choose(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., None]:
         accepting = {i.name: i.run for i in self.implementations if i.accepts(*args)}
+        if self.invariant_index is not None and args[self.invariant_index] and not accepting:
+            raise RuntimeError(f"{self.name}: none of its implementations can give a row the same bits in any company, for {key}")
         if not (self.last_resort and accepting):
-            accepting["reference"] = self.reference
+            accepting = {"reference": self.reference, **accepting}
         if len(accepting) == 1:
             return next(iter(accepting.values()))
         stored = f"{self.name} {key}"

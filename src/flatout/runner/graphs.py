@@ -50,10 +50,6 @@ class Executor:
         self.backend.plan(batch, host)
         return self.decoder.forward(batch)
 
-    def captured(self, plan: StepPlan) -> CapturedStep | None:
-        """The graph that can run this plan."""
-        return None if self.decodes is None else self.decodes.fitting(plan)
-
     def record(self, batch: ForwardBatch, host: HostBatch) -> list[Entry]:
         """Run a step and list its ops with their costs, for the ledger."""
         with recording() as recorder:
@@ -108,7 +104,7 @@ class DecodeGraphs:
     def rehearse(self, size: int) -> tuple[ForwardBatch, Tensor, Tensor, Tensor]:
         """Run a step of padding; returns what a capture of it works on: batch, staged array, ids and logits."""
         self._stage(size, _nothing(), self._host[0])
-        self._staged.copy_(self._host[0], non_blocking=True)
+        self._staged.copy_(self._host[0])  # waits: the next size writes the same host buffer
         batch, staged, ids = self._batch(size), self._staged[: 1 + 3 * size + 3 * diffs_of(size)], self._ids[:size]
         logits = self._forward(batch, staged)
         self._choose(ids, logits, batch)
@@ -122,14 +118,18 @@ class DecodeGraphs:
         step = self.steps[bisect_left(self.sizes, rows)]
         return step if len(plan.block_ids) <= diffs_of(step.size) else None
 
-    def run(self, step: CapturedStep, plan: StepPlan) -> None:
-        """Queue the forward. Its rows are the plan's, then padding."""
+    def stage(self, step: CapturedStep, plan: StepPlan) -> Tensor:
+        """Write the plan where run() will find it, on the host; its rows are the plan's, then padding."""
         host = self._host[self._turn]
         self._turn = (self._turn + 1) % RING
         used = self._stage(step.size, plan, host)
-        self._staged[:used].copy_(host[:used], non_blocking=True)
         if len(plan.block_ids):
             self.slots.host_tables[plan.block_slots, plan.block_columns] = plan.block_ids
+        return host[:used]
+
+    def run(self, step: CapturedStep, staged: Tensor) -> None:
+        """Queue the forward of what stage() returned."""
+        self._staged[: staged.shape[0]].copy_(staged, non_blocking=True)
         step.forward()
 
     def _stage(self, size: int, plan: StepPlan, host: Tensor) -> int:

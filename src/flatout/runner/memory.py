@@ -82,11 +82,9 @@ def _pool_setting(config: Config) -> str:
     return "--gpu-memory-utilization"
 
 
-def size_pool(
-    config: Config, spec: ModelSpec, hardware: Hardware, block_bytes: int, weight_bytes: int, rehearse: Callable[[], int]
-) -> Pool:
-    """Blocks for the KV pool; a size that was given has passed check_sizes(). `rehearse` runs the worst step on the GPU and returns its
-    peak of transient bytes.
+def size_pool(config: Config, spec: ModelSpec, hardware: Hardware, block_bytes: int, graph_bytes: int, rehearse: Callable[[], int]) -> Pool:
+    """Blocks for the KV pool; a size that was given has passed check_sizes(). `rehearse` runs the worst step on the GPU, when weights
+    and buffers are there, and returns its peak of transient bytes. `graph_bytes`: what captured steps will take.
 
     Raises ConfigError when not even one block fits.
     """
@@ -99,17 +97,18 @@ def size_pool(
         blocks, why = cache.kv_cache_memory_bytes // block_bytes, "--kv-cache-memory-bytes"
     elif config.device.device == "cuda":
         transient = rehearse()
+        held = torch.cuda.memory_allocated()  # weights, and the buffers of a step and its logits
         total = torch.cuda.get_device_properties(0).total_memory
         free = torch.cuda.mem_get_info()[0]
         # what others hold, and what CUDA itself took, is neither ours nor free
         elsewhere = total - free - torch.cuda.memory_reserved()
-        budget = int(total * cache.gpu_memory_utilization) - elsewhere - weight_bytes - transient
+        budget = int(total * cache.gpu_memory_utilization) - elsewhere - held - graph_bytes - transient
         if config.device.attention_backend == "torch":  # its gathers copy at most one layer's share of the pool
             budget = budget * spec.num_layers // (spec.num_layers + 1)
         blocks = budget // block_bytes - 1  # one is the spare slot's
         why = (
-            f"{cache.gpu_memory_utilization:.0%} of {total / GIB:.1f} GiB less weights {weight_bytes / GIB:.2f}, "
-            f"a worst step {transient / GIB:.2f}, outside {elsewhere / GIB:.2f} GiB"
+            f"{cache.gpu_memory_utilization:.0%} of {total / GIB:.1f} GiB less weights and buffers {held / GIB:.2f}, "
+            f"a worst step {transient / GIB:.2f}, graphs {graph_bytes / GIB:.2f}, outside {elsewhere / GIB:.2f} GiB"
         )
     else:
         blocks = min(int(hardware.memory_bytes * CPU_SHARE) // block_bytes, most)

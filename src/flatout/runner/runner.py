@@ -71,16 +71,15 @@ class Runner:
     def _run_on_cpu(self, plan: StepPlan) -> Timed:
         begin = time.perf_counter()
         with torch.inference_mode():
-            output, inputs_s = self._execute(plan)
+            output, inputs_s = self._execute(plan, lambda: None)
         result = output.to_result()
-        return Timed(result, inputs_s, 0.0, time.perf_counter() - begin)
+        return Timed(result, inputs_s, 0.0, time.perf_counter() - begin - inputs_s)
 
     def _launch_on_cuda(self, plan: StepPlan) -> Handle:
         begin = time.perf_counter()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
         with torch.inference_mode():
-            output, inputs_s = self._execute(plan)
+            output, inputs_s = self._execute(plan, start.record)
             output = output.map(self._to_host)
         end.record()
         launch_s = time.perf_counter() - begin - inputs_s
@@ -91,46 +90,53 @@ class Runner:
 
         return wait
 
-    def _execute(self, plan: StepPlan) -> tuple[_StepOutput, float]:
-        """The step's output, under way, and the seconds until its forward began."""
+    def _execute(self, plan: StepPlan, begins: Callable[[], object]) -> tuple[_StepOutput, float]:
+        """The step's output, under way, and the seconds until its forward began; begins() is called then, so that a device's wait for the host
+        is not taken for work."""
         try:
-            return self._run(plan)
+            return self._run(plan, begins)
         except Exception:
             self.slots.apply(plan)  # whatever failed: later plans rely on the tables
             raise
 
-    def _run(self, plan: StepPlan) -> tuple[_StepOutput, float]:
+    def _run(self, plan: StepPlan, begins: Callable[[], object]) -> tuple[_StepOutput, float]:
         begin = time.perf_counter()
         # admitted requests have the last rows. Their own `slot` may have changed by now: the engine's thread goes on meanwhile
         for request, slot in zip(plan.admitted, plan.slots[len(plan.slots) - len(plan.admitted) :].tolist()):
             self.sampler.admit(slot, request)
             self.prompts.pop(slot, None)
             # once a request: not for samples that share the prompt, nor when it is computed again after preemption
-            if request.params.prompt_logprobs is not None and request.index == 0 and not request.output_ids:
-                self.prompts[slot] = (np.asarray(request.prompt_ids, np.int64), request.params.prompt_logprobs)
-        step = None if self.prompts else self.executor.captured(plan)
-        if step is not None:
-            return self._replay(step, plan), time.perf_counter() - begin
+            asks = request.params.prompt_logprobs is not None and len(request.prompt_ids) > 1  # the first token has none
+            if asks and request.index == 0 and not request.output_ids:
+                self.prompts[slot] = (np.asarray(request.prompt_ids, np.int64), request.params.prompt_logprobs or 0)
+        rating = bool(self.prompts) and not self.prompts.keys().isdisjoint(plan.slots.tolist())
+        decodes = self.executor.decodes
+        step = None if rating or decodes is None else decodes.fitting(plan)
+        if step is not None and decodes is not None:
+            staged = decodes.stage(step, plan)
+            inputs_s = time.perf_counter() - begin
+            begins()
+            decodes.run(step, staged)
+            return self._choose(step, plan), inputs_s
         self.slots.apply(plan)
         inputs = build_inputs(plan, self.slots, self.block_size, self.groups)
         inputs_s = time.perf_counter() - begin
 
+        begins()
         hidden = self.executor.forward(inputs.batch, inputs.host)
         output = _StepOutput(None, None, {})
         if len(inputs.sampled_slots):
             logits = self.decoder.logits(hidden, inputs.batch.sample_rows)
             sampled = self.sampler.sample(logits, inputs.sampled_slots, inputs.sampled_positions)
-            self.slots.remember(inputs.sampled_slots_device, sampled.ids)
+            remember(self.slots.last_ids, inputs.sampled_slots_device, sampled.ids)
             output = _StepOutput(sampled.ids, sampled.logprobs, {})
-        if self.prompts:
+        if rating:
             self._prompt_logprobs(plan, hidden, output)
         return output, inputs_s
 
-    def _replay(self, step: CapturedStep, plan: StepPlan) -> _StepOutput:
-        """A captured forward; its choice too where every row is greedy and asks nothing else."""
-        assert self.executor.decodes is not None
+    def _choose(self, step: CapturedStep, plan: StepPlan) -> _StepOutput:
+        """From a captured forward's logits; captured itself where every row is greedy and asks nothing else."""
         rows = len(plan.slots)
-        self.executor.decodes.run(step, plan)
         if self.sampler.plainly_greedy(plan.slots):
             step.choose()
             return _StepOutput(step.ids[:rows], None, {})

@@ -45,10 +45,6 @@ class Slots:
             diff = to_device(np.stack([plan.block_slots, plan.block_columns, plan.block_ids]).astype(np.int64), self.device)
             self.tables.index_put_((diff[0], diff[1]), diff[2].to(torch.int32))
 
-    def remember(self, slots: Tensor, ids: Tensor) -> None:
-        """Keep the ids just sampled, for the next step's inputs."""
-        self.last_ids.index_copy_(0, slots, ids)
-
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A host array on the device without a sync: through pinned memory, whose reuse torch orders behind the copy."""

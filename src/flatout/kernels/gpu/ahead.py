@@ -7,7 +7,9 @@ leave it in Triton's cache on disk. Threads are no help: a compilation holds Pyt
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from typing import Any
 import triton
 from triton.runtime.driver import driver
 
+LONGEST = 120.0  # seconds that a child may take for its share: 8 were enough for 55 kernels and 16 children
 Wanted = dict[tuple[int, str], tuple[Any, str]]  # by kernel and key: the kernel and its specialisation, as Triton writes it
 
 
@@ -39,16 +42,33 @@ def compile_all(wanted: Wanted, processes: int) -> int:
     work = list(wanted.values())
     device = driver.active.get_current_device()
     children = []
-    for first in range(min(processes, len(work))):
+    shares = min(processes, len(work))
+    for first in range(shares):
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore", DeprecationWarning
             )  # of forking beside threads: the child touches nothing of theirs, nor the GPU
-            child = os.fork()
+            try:
+                child = os.fork()
+            except OSError:  # no room for more: these are compiled as they are met
+                break
         if child == 0:
-            _compile(work[first :: min(processes, len(work))], device)
+            _compile(work[first::shares], device)
         children.append(child)
-    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+    return shares - len(children) + sum(not _ended_well(child) for child in children)
+
+
+def _ended_well(child: int) -> bool:
+    """Waits for a child, not for ever: one that inherited a lock which some thread held never ends."""
+    last = time.monotonic() + LONGEST
+    while time.monotonic() < last:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
 
 
 def _compile(work: list[tuple[Any, str]], device: int) -> None:

@@ -185,7 +185,7 @@ def _norm_gated(
 
 
 def _invariant_accepts(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> bool:
-    return x.is_cuda and invariant and x.dtype in (*HALVES, torch.float32) and weight.dtype == x.dtype and weight.shape[0] >= 2
+    return x.is_cuda and invariant and x.dtype in (*HALVES, torch.float32) and weight.dtype == x.dtype
 
 
 @linear.implementation("invariant", _invariant_accepts)

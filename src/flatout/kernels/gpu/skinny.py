@@ -1,4 +1,4 @@
-"""Kernels of products with few rows: `vector` (1 to 4 rows, multiply-adds) and `tiles` (to 64, tensor cores). Both stream the weight once.
+"""Kernels of products with few rows: `vector` (multiply-adds) and `tiles` (tensor cores). Both stream the weight once.
 
 What a layer does before the product (an RMS norm of its rows) and after it (bias, gating, adding onto the stream) is folded in. Launched by
 kernels/gpu/linear.py alone, which registers them and chooses the blocks.
