@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SMALL, LARGE = 64, 128
 # Chunks that dense attention may take, and what their lengths are rounded up to (kernels/attention.py:Long)
 LONG, ROUND = 4096, 512
+FARTHEST = 32_768  # keys before such a chunk: they are gathered, and what is transient must not grow with the context
 UNKNOWN = np.empty(0, np.int32)
 
 
@@ -105,7 +106,7 @@ class TritonBackend:
     def _long(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:
         """bool [R]: rows for which dense attention is worth asking about. What lies before must be of a round length too, and long."""
         before = kv_lens - q_lens
-        return self.dense & (q_lens >= LONG) & ((before == 0) | ((before >= LONG) & (before % ROUND == 0)))
+        return self.dense & (q_lens >= LONG) & ((before == 0) | ((before >= LONG) & (before <= FARTHEST) & (before % ROUND == 0)))
 
     def _chunk(self, row: int, q_lens: np.ndarray, kv_lens: np.ndarray, table: np.ndarray, device: torch.device) -> Long:
         count, length = int(q_lens[row]), int(kv_lens[row])

@@ -15,6 +15,7 @@ import torch
 
 from flatout import __version__
 from flatout.attention.select import select_backend
+from flatout.attention.triton import FARTHEST, LONG
 from flatout.config import Config, cache_dir
 from flatout.hardware import Hardware
 from flatout.kernels import gpu
@@ -172,10 +173,10 @@ def _warm_steps(device: torch.device, seqs: int, budget: int) -> list[tuple[int,
 
 
 def _long_chunks(longest: int, budget: int) -> list[tuple[int, int]]:
-    """(start, tokens) of single chunks for which attention has a choice of its own: of each class of length, and the last of the longest context."""
+    """(start, tokens) of single chunks for which attention has a choice of its own: of each class of length, and one with most keys before it."""
     tokens = min(budget, longest - 1)
-    lengths = [n for n in (4096, 8192, 16384) if n <= tokens]
-    start = (longest - 1 - tokens) // 4096 * 4096
+    lengths = [n for n in (LONG, 2 * LONG, 4 * LONG) if n <= tokens]
+    start = min(FARTHEST, (longest - 1 - tokens) // LONG * LONG)
     return [*((0, n) for n in lengths), *([(start, tokens)] if start else [])]
 
 
