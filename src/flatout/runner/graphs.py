@@ -20,7 +20,6 @@ from torch import Tensor
 from flatout.attention.backend import AttentionBackend
 from flatout.batch import ForwardBatch, HostBatch
 from flatout.kernels.inputs import decode_inputs, remember
-from flatout.kernels.op import Entry, recording
 from flatout.kernels.sampling import greedy
 from flatout.models.decoder import Decoder
 from flatout.runner.slots import Slots
@@ -49,12 +48,6 @@ class Executor:
         """Residual stream [T, H] before the final norm."""
         self.backend.plan(batch, host)
         return self.decoder.forward(batch)
-
-    def record(self, batch: ForwardBatch, host: HostBatch) -> list[Entry]:
-        """Run a step and list its ops with their costs, for the ledger."""
-        with recording() as recorder:
-            self.decoder.logits(self.forward(batch, host), batch.sample_rows)
-        return recorder.entries
 
 
 @dataclass(slots=True)

@@ -8,37 +8,17 @@ import triton
 import triton.language as tl
 
 from flatout.kernels.gpu.gate import activated
-
-
-@triton.jit
-def _lines(block, outputs, LINES: tl.constexpr, ACTIVATION: tl.constexpr):
-    """An expert's lines that a program reads, [LINES]: its outputs in order; gated, those of its gates, then those of the same outputs' ups."""
-    r = tl.arange(0, LINES)
-    if ACTIVATION is None:
-        return tl.minimum(block * LINES + r, outputs - 1)
-    else:
-        HALF: tl.constexpr = LINES // 2
-        return tl.minimum(block * HALF + r % HALF, outputs - 1) + (r // HALF) * outputs
+from flatout.kernels.gpu.skinny import halves, weight_lines
 
 
 @triton.jit
 def _finish(y, out, block, outputs, there, ACTIVATION: tl.constexpr):
-    """Store products y [lines of _lines, rows], gated if so; out: pointers to the rows' results [1, rows], there: which of the rows exist."""
+    """Store products y [lines of weight_lines, rows], gated if so; out: pointers to the rows' results [1, rows], there: which of the rows exist."""
     if ACTIVATION is not None:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, y.shape[0] // 2, y.shape[1])), (1, 2, 0)))
         y = activated(gate, ACTIVATION) * up
     output = (block * y.shape[0] + tl.arange(0, y.shape[0]))[:, None]
     tl.store(out + output, y, mask=(output < outputs) & there)
-
-
-@triton.jit
-def _halves(words, dtype: tl.constexpr):
-    """float32 values of the lower and the upper 16 bits of words, of a 16-bit float type."""
-    if dtype == tl.bfloat16:
-        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
-    else:
-        low = words.to(tl.int16).to(dtype, bitcast=True)
-        return low.to(tl.float32), (words >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -74,7 +54,7 @@ def vector(
     row, block = tl.program_id(0), tl.program_id(1)
     height = outputs if ACTIVATION is None else 2 * outputs
     unit, word = tl.arange(0, UNITS), tl.arange(0, 4)[None, None, :]
-    lines = _lines(block, outputs, LINES, ACTIVATION).to(tl.int64)[None, :, None] * (WIDTH // 2)
+    lines = weight_lines(block, outputs, LINES, ACTIVATION).to(tl.int64)[None, :, None] * (WIDTH // 2)
     w_at = stacked.to(tl.pointer_type(tl.int32)) + lines + word
     x_at = (x + (row // SHARE) * x_stride).to(tl.pointer_type(tl.int32)) + word
     chosen += row * CHOICES
@@ -83,8 +63,8 @@ def vector(
     w_next, x_next, weight_next = _units(unit, w_at, x_at, chosen, weights, height, WIDTH, CHOICES)
     acc = tl.zeros((UNITS, LINES), tl.float32)
     for first in range(UNITS, CHOICES * (WIDTH // 8) + UNITS, UNITS):
-        w_even, w_odd = _halves(w_next, stacked.dtype.element_ty)
-        x_even, x_odd = _halves(x_next, stacked.dtype.element_ty)
+        w_even, w_odd = halves(w_next, stacked.dtype.element_ty)
+        x_even, x_odd = halves(x_next, stacked.dtype.element_ty)
         x_even, x_odd = x_even * weight_next, x_odd * weight_next
         w_next, x_next, weight_next = _units(first + unit, w_at, x_at, chosen, weights, height, WIDTH, CHOICES)
         acc += tl.sum(w_even * x_even + w_odd * x_odd, 2)
@@ -115,7 +95,7 @@ def tiles(
     pair = tl.load(order + slot * ROWS + tl.arange(0, ROWS))
     there = (pair >= 0) & (expert >= 0)
     k = tl.arange(0, BLOCK_K)
-    lines = expert.to(tl.int64) * height + _lines(block, outputs, LINES, ACTIVATION)
+    lines = expert.to(tl.int64) * height + weight_lines(block, outputs, LINES, ACTIVATION)
     w_at = stacked + (lines * columns)[:, None] + k[None, :]
     x_at = x + ((pair // share).to(tl.int64) * x_stride)[:, None] + k[None, :]
     acc = tl.zeros((LINES, ROWS), tl.float32)

@@ -7,9 +7,11 @@ kernels/gpu/linear.py alone, which registers them and chooses the blocks.
 import triton
 import triton.language as tl
 
+from flatout.kernels.gpu.gate import activated
+
 
 @triton.jit
-def _lines(program, outputs, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
+def weight_lines(program, outputs, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
     """The weight's rows that a program reads, [BLOCK_N]: its outputs in order; gated, those of its gates, then those of the same outputs' ups."""
     r = tl.arange(0, BLOCK_N)
     if ACTIVATION is None:
@@ -42,7 +44,7 @@ def _fetch(start, stride, lines, elements):
 
 @triton.jit
 def _fetch_lines(weight, weight_stride, program, outputs, first, elements, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
-    """_fetch for the lines of _lines, from column `first`."""
+    """_fetch for the lines of weight_lines, from column `first`."""
     WIDTH: tl.constexpr = BLOCK_N if ACTIVATION is None else BLOCK_N // 2
     output = program * WIDTH
     start = weight + output.to(tl.int64) * weight_stride + first
@@ -50,16 +52,6 @@ def _fetch_lines(weight, weight_stride, program, outputs, first, elements, BLOCK
     _fetch(start, weight_stride, count, elements)
     if ACTIVATION is not None:
         _fetch(start + outputs.to(tl.int64) * weight_stride, weight_stride, count, elements)
-
-
-@triton.jit
-def _activate(gate, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        return gate / (1 + tl.exp(-gate))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 is the sigmoid of 2u
-        return gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    else:
-        return 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
 
 
 @triton.jit
@@ -80,14 +72,14 @@ def _finish(y, squares, columns, eps, bias, scale, places, there, ADD: tl.conste
         y += bias.to(tl.float32)[:, None]
     if ACTIVATION is not None:
         gate, up = tl.split(tl.permute(tl.reshape(y, (2, y.shape[0] // 2, y.shape[1])), (1, 2, 0)))
-        y = _activate(gate, ACTIVATION) * up
+        y = activated(gate, ACTIVATION) * up
     if ADD:
         y = tl.load(places, mask=there, other=0.0).to(tl.float32) + scale * y
     tl.store(places, y, mask=there)
 
 
 @triton.jit
-def _halves(words, dtype: tl.constexpr):
+def halves(words, dtype: tl.constexpr):
     """float32 values of the lower and the upper 16 bits of words, of a 16-bit float type: two weights an element, so that a tile of them can
     be carried round a loop in registers as it came (carried as 16-bit values it costs 1.6 byte permutes a weight)."""
     if dtype == tl.bfloat16:
@@ -110,7 +102,7 @@ def vector(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    lines = _lines(program, outputs, BLOCK_N, ACTIVATION)
+    lines = weight_lines(program, outputs, BLOCK_N, ACTIVATION)
     word, k = tl.arange(0, BLOCK_K // 2), tl.arange(0, BLOCK_K)
     w_at = (weight + lines.to(tl.int64) * weight_stride).to(tl.pointer_type(tl.int32))[:, None] + word[None, :]
     x_at = x + (tl.minimum(tl.arange(0, ROWS), rows - 1) * x_stride)[:, None] + k[None, :]
@@ -127,7 +119,7 @@ def vector(
     acc = tl.zeros((BLOCK_N, ROWS, BLOCK_K // 8), tl.float32)
     squares = tl.zeros((ROWS, BLOCK_K // 8), tl.float32)
     for start in range(BLOCK_K, columns + BLOCK_K, BLOCK_K):
-        w_even, w_odd = _halves(w_next, weight.dtype.element_ty)
+        w_even, w_odd = halves(w_next, weight.dtype.element_ty)
         wide = x_next.to(tl.float32)
         w_next = tl.load(w_at + start // 2, mask=(start // 2 + word < columns // 2)[None, :], other=0, eviction_policy="evict_first")
         x_next = tl.load(x_at + start, mask=(start + k < columns)[None, :], other=0.0)
@@ -163,7 +155,7 @@ def tiles(
     program, share, shares = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     steps = tl.cdiv(columns, BLOCK_K)
     first, last = share * steps // shares, (share + 1) * steps // shares
-    lines = _lines(program, outputs, BLOCK_N, ACTIVATION)
+    lines = weight_lines(program, outputs, BLOCK_N, ACTIVATION)
     shift = tl.load(bias + lines) if bias is not None else None
     if PDL:
         some = tl.minimum(last * BLOCK_K, columns) - first * BLOCK_K
