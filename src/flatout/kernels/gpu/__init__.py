@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
-MODULES = ("attention", "embedding", "gate", "greedy", "inputs", "linear", "moe", "norm", "rope", "sampling")
+MODULES = ("attention", "embedding", "gate", "greedy", "inputs", "linear", "hopper", "moe", "norm", "prefixes", "rope", "sampling")
 
 
-def load() -> bool:
-    """Register every kernel; False where Triton is not installed. Again is free."""
+def load(cache: Path | None = None) -> bool:
+    """Register every kernel; False where Triton is not installed. Again is free. cache: the folder for machine code that Triton does not keep."""
     if find_spec("triton") is None:
         return False
+    from flatout.kernels.gpu.cuda import Program
+
+    Program.folder = cache or Program.folder
     for module in MODULES:
         import_module(f"{__name__}.{module}")
     return True

@@ -1,7 +1,8 @@
 """Kernels compiled ahead, by as many processes as there are cores: the first start of a model on a machine meets dozens, a second each.
 
-collect() runs code with every Triton launch left out and notes what would be compiled; compile_all() compiles it in forked children, which
-leave it in Triton's cache on disk. Threads are no help: a compilation holds Python's lock. Called by runner/build.py.
+collect() runs code with every launch left out and notes what would be compiled; compile_all() compiles it in forked children, which leave it
+in the caches on disk, Triton's and cuda.py's. Threads are no help: Triton compiles under Python's lock, NVRTC under its own. Called by
+runner/build.py.
 """
 
 from __future__ import annotations
@@ -12,29 +13,34 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import triton
 from triton.runtime.driver import driver
 
+from flatout.kernels.gpu import cuda
+
 LONGEST = 120.0  # seconds that a child may take for its share: 8 were enough for 55 kernels and 16 children
-Wanted = dict[tuple[int, str], tuple[Any, str]]  # by kernel and key: the kernel and its specialisation, as Triton writes it
+Wanted = dict[Any, Callable[[], object]]  # by kernel and variant: what compiles it
 
 
 @contextmanager
 def collect() -> Iterator[Wanted]:
-    """Inside, Triton kernels are noted instead of launched; what they would write is not written."""
+    """Inside, kernels are noted instead of launched; what they would write is not written. Complete when it is left."""
     wanted: Wanted = {}
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        wanted[id(fn.jit_function), str(key)] = fn.jit_function, compile["specialization_data"]
+        wanted[id(fn.jit_function), str(key)] = partial(_triton, fn.jit_function, compile["specialization_data"])
         return True  # do not compile; a launch without a kernel does nothing
 
-    with triton.knobs.runtime.scope():
+    with triton.knobs.runtime.scope(), cuda.noting() as variants:
         triton.knobs.runtime.jit_cache_hook = note
         yield wanted
+    for program, architecture, variant in variants:
+        wanted[program, variant] = partial(program.compile, architecture, variant)
 
 
 def compile_all(wanted: Wanted, processes: int) -> int:
@@ -71,14 +77,19 @@ def _ended_well(child: int) -> bool:
     return False
 
 
-def _compile(work: list[tuple[Any, str]], device: int) -> None:
+def _triton(kernel: Any, specialisation: str) -> None:
+    """specialisation: as Triton writes it."""
+    made = kernel.preload(specialisation)
+    driver.active.launcher_cls(made.src, made.metadata)  # C, compiled and kept on disk too
+
+
+def _compile(work: list[Callable[[], object]], device: int) -> None:
     """In a child; never returns."""
     code = 1
     try:
         driver.active.get_current_device = lambda: device  # torch's asks CUDA, which a child must not
-        for kernel, specialisation in work:
-            made = kernel.preload(specialisation)
-            driver.active.launcher_cls(made.src, made.metadata)  # C, compiled and kept on disk too
+        for make in work:
+            make()
         code = 0
     except BaseException:
         traceback.print_exc(file=sys.stderr)

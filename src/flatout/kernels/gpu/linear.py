@@ -13,12 +13,18 @@ import torch
 import triton
 from torch import Tensor
 
+from flatout.kernels.gpu.cuda import available
 from flatout.kernels.gpu.device import Facts, facts
 from flatout.kernels.gpu.invariant import products
 from flatout.kernels.gpu.skinny import tiles, vector
 from flatout.kernels.linear import linear, linear_add, norm_gated, norm_linear
 
 MOST_ROWS = 32  # above, cuBLAS was faster on every shape (H200: at 64 rows by 5 to 60 %)
+# of hopper.py's products, which compete with these: below, theirs are of nothing for the most part
+LEAST_ROWS = 5
+# columns beyond which they take over: in a step of 8 rows of 7B it saved 8 us a layer, though it is no faster when
+# timed alone, behind a kernel that leaves nothing to begin with
+LONG_COLUMNS = 8192
 VECTOR_ROWS = 2  # up to here every row is multiplied apart; the tensor cores' rounding of normed rows does not arise
 PARTIALS, ARRIVALS = 1 << 22, 1 << 12  # float32 sums of shares, counters of tiles
 HALVES = (torch.bfloat16, torch.float16)
@@ -143,7 +149,8 @@ def _linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invaria
 def _linear_add_accepts(
     stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool
 ) -> bool:
-    return _suits(stream, x, weight, invariant)
+    long = x.shape[0] >= LEAST_ROWS and x.shape[1] > LONG_COLUMNS and available(x.device)
+    return _suits(stream, x, weight, invariant) and not long
 
 
 @linear_add.implementation("skinny", _linear_add_accepts)

@@ -1,0 +1,136 @@
+"""Products on sm_90 in CUDA C++: real shapes and every way of cutting them against float64, the same bits again, chained in graphs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from products import EPS, OPS, Case, close, implementation
+
+if not torch.cuda.is_available():  # before triton is imported: tests/kernels choose its interpreter
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from flatout.kernels.gpu import cuda, hopper
+from flatout.kernels.gpu.hopper import FEW_ROWS, MOST_ROWS, Tiles
+from flatout.kernels.norm import rms_norm
+
+HERE = torch.device("cuda", torch.cuda.current_device())
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda.available(HERE), reason="needs sm_90 and NVRTC")]
+BF16, FP16 = torch.bfloat16, torch.float16
+SHAPES = [
+    Case("norm_linear", 0, 4608, 3584, biased=True),  # Qwen2-7B
+    Case("linear_add", 0, 3584, 18944),
+    Case("norm_gated", 0, 18944, 3584),
+    Case("linear", 0, 6144, 4096),  # Llama-3.1-8B
+    Case("norm_gated", 0, 14336, 4096, FP16),
+    Case("linear_add", 0, 2048, 8192, FP16, scale=0.22, biased=True),  # Llama-3.2-1B
+    Case("norm_gated", 0, 1536, 576, activation="gelu", biased=True),
+    Case("norm_gated", 0, 4864, 896, activation="gelu_tanh"),
+]
+
+
+def normed(case: Case, given: dict) -> torch.Tensor:
+    """The rows as the product gets them."""
+    if given["norm"] is None:
+        return given["x"]
+    rows = torch.empty_like(given["x"])
+    rms_norm.dispatch(rows, given["x"], given["norm"], EPS, case.offset)
+    return rows
+
+
+def truth(case: Case, given: dict) -> torch.Tensor:
+    """Of the rows as rounded by their norm: that rounding is the norm's."""
+    plain = replace(case, form={"norm_linear": "linear"}.get(case.form, case.form))
+    rows = normed(case, given)
+    if case.form == "norm_gated":
+        y = rows.double() @ given["weight"].double().T
+        if given["bias"] is not None:
+            y += given["bias"].double()
+        gate, up = y.chunk(2, -1)
+        act = {"silu": lambda g: g * torch.sigmoid(g), "gelu": torch.nn.functional.gelu}.get(
+            case.activation, lambda g: torch.nn.functional.gelu(g, approximate="tanh")
+        )
+        return act(gate) * up
+    return plain.truth({**given, "x": rows, "norm": None})
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=lambda c: f"{c.form}-{c.outputs}x{c.columns}")
+def test_real_shapes(case):
+    most = MOST_ROWS if case.form == "norm_gated" else FEW_ROWS
+    for rows in (5, 8, 63, 64, 65, 128, 129, 255, 256, 257, 400, 512):
+        if rows > most:
+            continue
+        asked = replace(case, rows=rows)
+        given = asked.operands("cuda")
+        expected = truth(asked, given)
+        again = {name: t if t is None else t.clone() for name, t in given.items()}
+        operands = asked.arguments(given)
+        assert next(i.accepts for i in OPS[case.form].implementations if i.name == "hopper")(*operands)
+        run = implementation(OPS[case.form], "hopper")
+        run(*operands)
+        close(given["out"], expected, asked, rounded_rows=False)
+        run(*asked.arguments(again))
+        assert torch.equal(given["out"], again["out"]), rows
+
+
+@pytest.mark.parametrize("share", hopper.SHARES)
+def test_every_way_of_cutting(share):
+    """Rows, outputs and columns that fill no tile; more programs than work and less; clusters of any size."""
+    choose = random.Random(hopper.SHARES.index(share))
+    for seed in range(14):
+        form = choose.choice(SHAPES)
+        gated = form.form == "norm_gated"
+        rows, outputs, columns = choose.randint(1, 700), 8 * choose.randint(1, 160), 8 * choose.choice((8, 9, 31, 64, 100, 333))
+        cluster = 1 if share == "nothing" else choose.choice((2, 4)) if share != "columns" else choose.choice((2, 4, 8))
+        warpgroups, blocks = choose.choice(((1, 1), (2, 1), (2, 2)))
+        unit = 16 * (cluster if share == "weight" else 1) // (1 if gated else 2)
+        width = choose.randrange(unit, 161 if blocks == 2 else 257, unit)
+        chosen = Tiles(width, warpgroups, blocks, choose.choice((2, 3, 4)), cluster, share, choose.choice((1, 2, 16)))
+        while share == "columns" and chosen.rows * (width + 4) * 4 > chosen.stages * (chosen.rows + width) * 128:
+            chosen = replace(chosen, stages=chosen.stages + 1)
+        if chosen.shared_memory > 230_000 or (share == "rows" and chosen.rows // cluster % 8):
+            continue
+        case = replace(form, rows=rows, outputs=outputs, columns=columns, seed=seed)
+        given = case.operands("cuda")
+        expected = truth(case, given)
+        keywords = {k: v for k, v in case.keywords().items() if k in ("scale", "add", "activation")}
+        hopper.product(given["out"], normed(case, given), given["weight"], given["bias"], **keywords, chosen=chosen)
+        close(given["out"], expected, case, rounded_rows=False)
+
+
+@pytest.mark.parametrize("rows", [5, 64, 200, 300])
+def test_a_chain_in_a_graph_equals_one_step_at_a_time(rows):
+    """Every product reads what the one before wrote: with dependent launches a missing wait shows as other bits."""
+    layers = []
+    for seed in range(8):
+        gated = replace(SHAPES[2], rows=rows, outputs=1536, columns=1024, seed=seed).operands("cuda")
+        down = replace(SHAPES[1], rows=rows, outputs=1024, columns=1536, seed=seed).operands("cuda")
+        layers.append((gated, down))
+    stream = torch.zeros(rows, 1024, dtype=BF16, device="cuda")
+    inner = torch.zeros(rows, 1536, dtype=BF16, device="cuda")
+    start = torch.randn(rows, 1024, device="cuda").to(BF16)
+
+    def forward(synchronous: bool) -> None:
+        for _ in range(6):
+            for gated, down in layers:
+                hopper.product(inner, stream, gated["weight"], None, activation="silu")
+                if synchronous:
+                    torch.cuda.synchronize()
+                hopper.product(stream, inner, down["weight"], None, scale=0.02, add=True)
+                if synchronous:
+                    torch.cuda.synchronize()
+
+    stream.copy_(start)
+    forward(True)
+    expected = stream.clone()
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward(False)
+    for _ in range(20):
+        stream.copy_(start)
+        inner.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(stream, expected)
