@@ -25,6 +25,9 @@ class ForwardBatch:
     kv_slots: tuple[Tensor, ...]  # int64 [T] where each token's KV goes: block * block_size + offset
     sample_rows: Tensor  # int64 [S] index into T of the tokens whose logits are wanted
     attention: Any = None  # what the attention backend planned for this step
+    # of a step whose other tokens only leave keys and values behind: the sampled ones, S rows of one query each, which are all that the last
+    # layer goes on with. What no backend reads of it is empty
+    last: ForwardBatch | None = None
 
 
 @dataclass(slots=True)
@@ -34,3 +37,4 @@ class HostBatch:
     q_lens: np.ndarray  # int32 [R]
     kv_lens: np.ndarray  # int32 [R]
     block_tables: tuple[np.ndarray, ...]  # int32 [R, W]
+    last: HostBatch | None = None  # those of ForwardBatch.last, if it has rows

@@ -77,10 +77,12 @@ def account(llm: LLM, records: Sequence[StepRecord], wall: float, ceilings: Ceil
 
 
 def step_flops(spec: ModelSpec, parameters: int, record: StepRecord) -> float:
-    """Operations of a step's matrix products and attention. parameters: those that one token meets, the head's included."""
+    """Operations of a step's matrix products and attention. parameters: those that one token meets, the head's included. Of the last layer,
+    tokens that are not sampled meet the keys' and values' products alone (models/decoder.py)."""
     head = spec.vocab_size * spec.hidden_size
-    tokens, rows = record.tokens, record.rows
-    products = 2 * (tokens * (parameters - head) + record.sampled * head)
+    tokens, rows, unsampled = record.tokens, record.rows, record.tokens - record.sampled
+    layer, qkv = (parameters - head) / spec.num_layers, spec.hidden_size * (spec.q_size + 2 * spec.kv_size)
+    products = 2 * (tokens * (parameters - head) - unsampled * (layer - qkv) + record.sampled * head)
     context = record.kv_tokens / rows - (tokens / rows - 1) / 2  # of the mean query
-    windows = [min(context, layer.window or context) for layer in spec.layers]
-    return products + 4 * spec.q_size * tokens * sum(windows)
+    *windows, last = (min(context, layer.window or context) for layer in spec.layers)
+    return products + 4 * spec.q_size * (tokens * sum(windows) + record.sampled * last)

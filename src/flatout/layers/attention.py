@@ -70,14 +70,27 @@ class Attention:
 
     def __call__(self, stream: Tensor, batch: ForwardBatch) -> None:
         """Adds its output to the residual stream [T, hidden]; keys and values of the step's tokens are in the cache."""
+        self.store(stream, batch)
+        self.mix(stream, self.queries, batch)
+
+    @property
+    def queries(self) -> Tensor:
+        """[T, heads * head_dim] of the last store()."""
+        return self._q.now
+
+    def store(self, stream: Tensor, batch: ForwardBatch) -> None:
+        """Keys and values of the step's tokens into the cache; their queries are ready."""
         self.qkv.after(self.around.norm, self._qkv.now, self._scratch.now, stream)
         cos, sin = (None, None) if self.rotary is None else (self.rotary.cos, self.rotary.sin)
         slots, k_cache, v_cache = batch.kv_slots[self.group], self.k_cache, self.v_cache
         rope_kv_write(
             self._qk.now, self._value.now, k_cache, v_cache, slots, cos, sin, self.q_norm, self.k_norm, self.eps, self.norm_offset
         )
+
+    def mix(self, stream: Tensor, queries: Tensor, batch: ForwardBatch) -> None:
+        """What the queries find in the cache, onto their rows of the stream."""
         mixed = self._mixed.now
-        attention(mixed, self._q.now, k_cache, v_cache, batch.attention[self.group], self.scale, self.softcap)
+        attention(mixed, queries, self.k_cache, self.v_cache, batch.attention[self.group], self.scale, self.softcap)
         self.o.onto(stream, self.around.post_norm, self._scratch.now, mixed, self.around.scale)
 
     def destinations(self) -> dict[str, Destination]:

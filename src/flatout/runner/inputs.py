@@ -25,15 +25,15 @@ class Inputs:
     sampled_slots_device: Tensor  # int64 [S]
 
 
-def build_inputs(plan: StepPlan, slots: Slots, block_size: int, groups: int) -> Inputs:
-    """`groups`: number of cache groups; all of them share one table so far."""
+def build_inputs(plan: StepPlan, slots: Slots, block_size: int, groups: int, narrow: bool = False) -> Inputs:
+    """`groups`: number of cache groups; all of them share one table so far. narrow: only sampled tokens are asked about (ForwardBatch.last)."""
     counts = plan.counts.astype(np.int64)
-    rows, tokens = len(counts), plan.num_tokens
+    tokens = plan.num_tokens
     ends = np.cumsum(counts)
-    row_of_token = np.repeat(np.arange(rows), counts)
-    positions = np.arange(tokens) - np.repeat(ends - counts, counts) + np.repeat(plan.starts.astype(np.int64), counts)
-    slot_of_token = plan.slots[row_of_token]
-    kv_slots = slots.host_tables[slot_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    positions = np.arange(tokens) + np.repeat(plan.starts + counts - ends, counts)
+    slot_of_token = np.repeat(plan.slots, counts)
+    columns = positions // block_size
+    kv_slots = positions + (slots.host_tables[slot_of_token, columns] - columns) * block_size
     kv_lens = plan.starts.astype(np.int64) + counts
     sampled = np.flatnonzero(plan.samples)
     late = np.flatnonzero(plan.token_ids == FROM_DEVICE)
@@ -50,9 +50,10 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, groups: int) -> 
         plan.slots[sampled],
         late,
         slot_of_token[late],
+        *([kv_lens[sampled], np.arange(len(sampled) + 1)] if narrow and len(sampled) < tokens else []),
     ]
     staged = to_device(np.concatenate(parts, dtype=np.int64), slots.device)
-    token_ids, position, kv_slot, q_starts, kv_len, row_slots, sample_rows, sampled_slots, late_at, late_slots = staged.split(
+    token_ids, position, kv_slot, q_starts, kv_len, row_slots, sample_rows, sampled_slots, late_at, late_slots, *few = staged.split(
         [len(p) for p in parts]
     )
     if len(late):
@@ -70,4 +71,19 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, groups: int) -> 
         sample_rows=sample_rows,
     )
     host = HostBatch(q_lens=plan.counts, kv_lens=kv_lens.astype(np.int32), block_tables=(slots.host_tables[plan.slots, :width],) * groups)
+    if few:
+        lengths, starts = few
+        batch.last = ForwardBatch(
+            tokens=sample_rows[:0],
+            positions=sample_rows[:0],
+            q_starts=starts.to(torch.int32),
+            kv_lens=lengths.to(torch.int32),
+            block_tables=batch.block_tables,
+            table_rows=sampled_slots.to(torch.int32),
+            kv_slots=(),
+            sample_rows=starts[:-1],
+        )
+        if len(sampled):
+            tables = tuple(table[sampled] for table in host.block_tables)
+            host.last = HostBatch(np.ones(len(sampled), np.int32), host.kv_lens[sampled], tables)
     return Inputs(batch, host, plan.slots[sampled], plan.out_positions[sampled], sampled_slots)

@@ -119,14 +119,14 @@ class Runner:
             decodes.run(step, staged)
             return self._choose(step, plan), inputs_s
         self.slots.apply(plan)
-        inputs = build_inputs(plan, self.slots, self.block_size, self.groups)
+        inputs = build_inputs(plan, self.slots, self.block_size, self.groups, narrow=not rating)
         inputs_s = time.perf_counter() - begin
 
         begins()
         hidden = self.executor.forward(inputs.batch, inputs.host)
         output = _StepOutput(None, None, {})
         if len(inputs.sampled_slots):
-            logits = self.decoder.logits(hidden, inputs.batch.sample_rows)
+            logits = self.decoder.logits(hidden, (inputs.batch.last or inputs.batch).sample_rows)
             sampled = self.sampler.sample(logits, inputs.sampled_slots, inputs.sampled_positions)
             remember(self.slots.last_ids, inputs.sampled_slots_device, sampled.ids)
             output = _StepOutput(sampled.ids, sampled.logprobs, {})
