@@ -6,6 +6,7 @@ cli/ and bench/.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -86,6 +87,8 @@ class _Live:
 
     request: Request
     text: SequenceText | None  # None without a tokenizer: ids only
+    deltas: deque[StreamDelta] | None  # of the request, where it is streamed
+    prompt_ids: list[int] = field(default_factory=list)  # a copy for the caller, made with the first output: the device is at work then
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
@@ -95,12 +98,14 @@ class _Live:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
-    def push(self, output: Output) -> StreamDelta:
+    def push(self, output: Output) -> None:
         """Take a step's output. Ids behind a stop string are dropped."""
         reason, stop_reason, ids, text = output.finish_reason, output.stop_reason, output.token_ids, ""
-        if self.first is not None and reason is None and self.text is None and not output.logprobs:
+        if self.first is None:
+            self.first, self.prompt_ids = output, list(self.request.prompt_ids)
+        elif reason is None and self.text is None and self.deltas is None and not output.logprobs:
             self.token_ids += ids  # one more id and nothing else: nearly all of a large batch
-            return StreamDelta(self.request.index, "", ids, None, None, self.first.cached_tokens)
+            return
         if self.text is not None:
             delta = self.text.push(ids, reason)
             text, ids, reason = delta.text, delta.token_ids, delta.finish_reason
@@ -108,12 +113,12 @@ class _Live:
         self.token_ids += ids
         self.logprobs += (output.logprobs or [])[: len(ids)]
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        self.first = self.first or output
         self.error, self.finish_reason, self.stop_reason, self.timing = output.error, reason, stop_reason, output.timing
         if reason is not None and self.timing is None:  # ended by a stop string, which the engine does not know yet
             r = self.request
             self.timing = Timing(r.arrival, r.first_scheduled, r.first_token, time.monotonic())
-        return StreamDelta(self.request.index, text, ids, reason, stop_reason, self.first.cached_tokens, self.timing)
+        if self.deltas is not None:
+            self.deltas.append(StreamDelta(self.request.index, text, ids, reason, stop_reason, self.first.cached_tokens, self.timing))
 
     def check(self) -> None:
         """Raise if the engine failed on it: a cut answer must not pass for a whole one."""
@@ -134,7 +139,6 @@ class LLM:
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
         self._live: dict[tuple[str, int], _Live] = {}
-        self._deltas: dict[str, deque[StreamDelta]] = {}  # of the requests being streamed
         self.start_lines = self.engine.start_lines + (self.tokenizer.notices if self.tokenizer else [])
 
     # -- doors ------------------------------------------------------------------------------------------------------
@@ -158,11 +162,12 @@ class LLM:
             raise RequestError("priority", f"{len(priority)} given for {len(several)} prompts")
         if priority is not None and self.config.scheduler.scheduling_policy != "priority":
             raise RequestError("priority", "does nothing under --scheduling-policy fcfs; use --scheduling-policy priority")
-        prepared = [
-            self._prepare(prompt, p, priority=priority[i] if priority else 0, cache_salt=cache_salt)
-            for i, (prompt, p) in enumerate(zip(several, params))
-        ]
-        return self._run(prepared, [p if isinstance(p, str) else None for p in several], use_tqdm)
+        with _no_full_collection():
+            prepared = [
+                self._prepare(prompt, p, priority=priority[i] if priority else 0, cache_salt=cache_salt)
+                for i, (prompt, p) in enumerate(zip(several, params))
+            ]
+            return self._run(prepared, [p if isinstance(p, str) else None for p in several], use_tqdm)
 
     def chat(
         self,
@@ -185,7 +190,10 @@ class LLM:
         if template_options and not _is_conversation(prompt):
             raise RequestError(next(iter(template_options)), "is for chat templates; the prompt is not a list of messages")
         one: Any = self.chat_ids(prompt, **template_options) if _is_conversation(prompt) else prompt
-        return self._deltas_of(self._prepare(one, sampling_params or self.default_params()))
+        requests = self._prepare(one, sampling_params or self.default_params())
+        for request in requests:
+            request.prompt_ids = list(request.prompt_ids)  # the caller may change its own between two deltas
+        return self._deltas_of(requests)
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._need_tokenizer().encode(text, add_special_tokens)
@@ -243,67 +251,72 @@ class LLM:
             cache_salt=cache_salt,
         )
 
-    def _admit(self, requests: list[Request]) -> None:
+    def _admit(self, requests: list[Request], deltas: deque[StreamDelta] | None = None) -> list[_Live]:
         self.engine.add(requests)
+        lives = []
         for request in requests:
             text = SequenceText(self.tokenizer, request.params, request.prompt_ids) if self.tokenizer else None
-            self._live[request.key] = _Live(request, text)
+            self._live[request.key] = live = _Live(request, text, deltas)
+            lives.append(live)
+        return lives
 
-    def _step(self) -> list[tuple[_Live, StreamDelta]]:
-        """One engine step; its outputs as text. A stop string found here ends the sequence in the engine."""
-        pushed = []
+    def _step(self) -> tuple[int, list[_Live]]:
+        """One engine step; its outputs as text. A stop string found here ends the sequence in the engine. Returns how many tokens came,
+        and whose last was among them."""
+        tokens = 0
+        ended: list[_Live] = []
         with _interrupts_wait():
             for output in self.engine.step():
                 live = self._live.get((output.id, output.index))
                 if live is None or live.finish_reason is not None:
                     continue  # made by the step in flight after its stop string was found
-                delta = live.push(output)
-                if delta.finish_reason is not None and output.finish_reason is None:
-                    self.engine.abort(output.id, output.index, delta.finish_reason, str(delta.stop_reason))
-                pushed.append((live, delta))
-                if output.id in self._deltas:
-                    self._deltas[output.id].append(delta)
-        return pushed
+                live.push(output)
+                tokens += len(output.token_ids)
+                if live.finish_reason is not None:
+                    ended.append(live)
+                    if output.finish_reason is None:
+                        self.engine.abort(output.id, output.index, live.finish_reason, str(live.stop_reason))
+        return tokens, ended
 
     def _run(self, prepared: list[list[Request]], texts: list[str | None], show: bool) -> list[RequestOutput]:
-        done: dict[str, list[_Live]] = {}
+        done: list[list[_Live]] = []
         try:
             for requests in prepared:
-                self._admit(requests)
-                done[requests[0].id] = [self._live[r.key] for r in requests]
-            unfinished = sum(len(lives) for lives in done.values())
-            with _progress(unfinished, show) as advance:
+                done.append(self._admit(requests))
+            unfinished = {live.request.key for lives in done for live in lives}
+            with _progress(len(unfinished), show) as advance:
                 while unfinished:
-                    for live, delta in self._step():
-                        finished = delta.finish_reason is not None and live.request.id in done
-                        unfinished -= finished
-                        advance(len(delta.token_ids), finished)
+                    tokens, ended = self._step()
+                    before = len(unfinished)
+                    unfinished.difference_update(live.request.key for live in ended)
+                    advance(tokens, before - len(unfinished))
         finally:
-            for id in done:
-                self._forget(id)
-        return [self._result(done[requests[0].id], text) for requests, text in zip(prepared, texts)]
+            for lives in done:
+                self._forget(lives)
+        return [self._result(lives, text) for lives, text in zip(done, texts)]
 
     def _deltas_of(self, requests: list[Request]) -> Generator[StreamDelta, None, None]:
-        id, unfinished = requests[0].id, len(requests)
-        queue = self._deltas[id] = deque()
+        queue: deque[StreamDelta] = deque()
+        unfinished, lives = len(requests), []
         try:
-            self._admit(requests)
+            lives = self._admit(requests, queue)
             while unfinished:
                 while not queue:
-                    self._step()
+                    with _no_full_collection():
+                        self._step()
                 delta = queue.popleft()
-                self._live[id, delta.index].check()
+                lives[delta.index].check()
                 unfinished -= delta.finish_reason is not None
                 yield delta
         finally:
-            del self._deltas[id]
-            self._forget(id)
+            self._forget(lives)
 
-    def _forget(self, id: str) -> None:
-        """Drop a request; what of it still runs is aborted."""
-        for key in [k for k in self._live if k[0] == id]:
-            if self._live.pop(key).finish_reason is None:
-                self.engine.abort(*key)
+    def _forget(self, lives: list[_Live]) -> None:
+        """Drop a request's; what of it still runs is aborted."""
+        for live in lives:
+            del self._live[live.request.key]
+            if live.finish_reason is None:
+                self.engine.abort(*live.request.key)
 
     def _result(self, lives: list[_Live], prompt: str | None) -> RequestOutput:
         for live in lives:
@@ -314,7 +327,7 @@ class LLM:
         return RequestOutput(
             request_id=leader.request.id,
             prompt=prompt,
-            prompt_token_ids=leader.request.prompt_ids,
+            prompt_token_ids=leader.prompt_ids,
             prompt_logprobs=None if prompt_logprobs is None else [None if p is None else self._alternatives(p) for p in prompt_logprobs],
             outputs=[self._completion(live) for live in lives],
             cached_tokens=leader.first.cached_tokens,
@@ -373,6 +386,18 @@ def _interrupts_wait() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
+@contextmanager
+def _no_full_collection() -> Iterator[None]:
+    """Python's garbage collector looks at young objects only: a full pass takes 100 to 180 ms in a process that holds torch, while the device
+    runs dry. One that falls due comes when the run is over."""
+    before = gc.get_threshold()
+    gc.set_threshold(*before[:2], 2**31 - 1)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def _is_conversation(prompt: Any) -> TypeGuard[Sequence[Message]]:
     return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], dict)
 
@@ -402,8 +427,8 @@ class _progress:
         if self.bar:
             self.bar.stop()
 
-    def advance(self, tokens: int, finished: bool) -> None:
+    def advance(self, tokens: int, finished: int) -> None:
         self.tokens += tokens
         if self.bar:
             rate = self.tokens / (time.perf_counter() - self.begin)
-            self.bar.update(self.task, advance=int(finished), description=f"{rate:,.0f} tok/s")
+            self.bar.update(self.task, advance=finished, description=f"{rate:,.0f} tok/s")

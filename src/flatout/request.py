@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -37,6 +39,11 @@ class Status(enum.IntEnum):
     RUNNING = 1
     PREEMPTED = 2  # lost its blocks; waits to be recomputed, loses nothing
     FINISHED = 3
+
+
+def int32_bytes(ids: Sequence[int]) -> bytes:
+    """The ids as int32, end to end: what is hashed and copied in place of Python ints. 21 ns an id; struct.error for one that is none."""
+    return struct.pack(f"{len(ids)}i", *ids)
 
 
 def _number(name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> float:
@@ -204,6 +211,7 @@ class Request:
     priority: int = 0  # lower first, as in vLLM
     cache_salt: str = ""  # requests share cached blocks only under the same salt
     kind: str = "generate"
+    prompt_bytes: bytes = b""  # int32_bytes(prompt_ids), made here unless whoever checked the ids brings it
 
     # -- kept by core/ --------------------------------------------------------------------------------------------
     status: Status = Status.WAITING
@@ -220,6 +228,9 @@ class Request:
     first_scheduled: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.prompt_bytes = self.prompt_bytes or int32_bytes(self.prompt_ids)
 
     @property
     def key(self) -> tuple[str, int]:

@@ -14,8 +14,8 @@ from flatout.config import SchedulerConfig
 from flatout.core import stop
 from flatout.core.blocks import BlockPool
 from flatout.core.policy import POLICIES, Line
-from flatout.core.prefix import root, tokens_of
-from flatout.request import FinishReason
+from flatout.core.prefix import PrefixCache, root, tokens_of
+from flatout.request import FinishReason, int32_bytes
 from flatout.step import StepResult
 
 # -- blocks --------------------------------------------------------------------------------------------------------------
@@ -136,12 +136,31 @@ def test_a_remembered_run_gives_the_hash_that_it_leads_to():
         for i, prompt in enumerate(prompts):
             r = request(turn + str(i), prompt)
             core.prefix.match(r, b"top", 2)
-            list(core.prefix._chain(r, b"top", 2))
+            while len(r.hashes) < 2:
+                core.prefix._extend(r, b"top")
             r.blocks = core.blocks.take(2)
             core.prefix.publish(r, b"top", 0, 2)
             hashes.append(tuple(r.hashes))
         made.append(hashes)
     assert made[0] == made[1] and len(set(made[0])) == len(prompts) and all(len(runs) <= 4 for runs in core.prefix._runs.values())
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from([b"one", b"two"])), min_size=2, max_size=8), st.integers(1, 5))
+def test_hashes_taken_over_from_the_prompt_before_are_those_it_would_have_made(prompts, block_size):
+    """Prompts that part from a common one at any place, and end at any."""
+    shared, alone = PrefixCache(BlockPool(64), block_size), PrefixCache(BlockPool(64), block_size)
+    for i, (parts, top) in enumerate(prompts):
+        made = []
+        for cache in (shared, alone):
+            if cache is alone:
+                cache._model = (b"", b"", [])
+            r = request(str(i), [*range(1, parts + 1), *range(100 + i, 140 + i)][: 30 + i])
+            full = len(r.prompt_ids) // block_size
+            found = len(cache.match(r, top, full))
+            r.blocks = [i] * full
+            cache.publish(r, top, found, full)
+            made.append((found, r.hashes[:full]))
+        assert made[0] == made[1] and len(made[0][1]) == full
 
 
 def test_the_memory_of_recent_runs_is_bounded():
@@ -162,7 +181,7 @@ def test_tokens_of_is_a_slice_of_prompt_and_output(prompt, output, one, other):
     r = request("r", prompt)
     r.output_ids = output
     start, end = sorted((one, other))
-    assert tokens_of(r, start, end) == (prompt + output)[start:end]
+    assert tokens_of(r, start, end) == int32_bytes((prompt + output)[start:end])
 
 
 # -- stop ----------------------------------------------------------------------------------------------------------------

@@ -67,6 +67,14 @@ def test_only_equal_salts_share_and_prompt_logprobs_are_computed_by_who_asks():
     assert [r.miss_reason for r in (asks, a, b, c, d)] == ["prompt_logprobs", "", "salted", "", ""] and sound(asks, a, b, c, d)
 
 
+def test_one_that_does_not_look_keeps_nobody_from_sharing_what_is_before_it():
+    loop = Loop(scheduler(), ahead=False)
+    first, asks, last = request("first", prompt(9)), request("asks", prompt(9, 4), prompt_logprobs=1), request("last", prompt(9))
+    add(loop, first, asks, last)
+    loop.run()
+    assert loop.plans[0].counts.tolist() == [9, 9, 1] and sound(first, asks, last)
+
+
 def test_without_caching_nobody_shares_but_samples():
     loop = Loop(scheduler(enable_prefix_caching=False), ahead=False)
     twice = [request(id, prompt(9)) for id in ("one", "two")]
@@ -79,7 +87,8 @@ def test_without_caching_nobody_shares_but_samples():
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_block_is_found_when_its_last_token_is_on_the_host_and_planned(ahead):
-    """Of 7 prompt tokens and 2 outputs, the second block takes output 0: sampled by the first plan, computed by the second."""
+    """Of 7 prompt tokens and 2 outputs, the second block takes output 0: sampled by the first plan, computed by the second. Nobody was in
+    line behind the first plan, so what it fills is published with the second."""
     core = scheduler(block_size=4)
     first, fork = request("first", prompt(7)), request("fork", [*prompt(7), 20, 21])
     core.add([first])
@@ -88,7 +97,7 @@ def test_a_block_is_found_when_its_last_token_is_on_the_host_and_planned(ahead):
         return len(core.prefix.match(request("probe", fork.prompt_ids), core._running.first.top, 2))
 
     one = core.schedule(0)
-    assert found() == 1
+    assert found() == 0
     if ahead:
         two = core.schedule(0)
         assert found() == 1
@@ -97,6 +106,7 @@ def test_a_block_is_found_when_its_last_token_is_on_the_host_and_planned(ahead):
     else:
         core.commit(one, StepResult(np.array([20])), 0)
         two = core.schedule(0)
+        assert found() == 2
     core.add([fork])
     three = core.schedule(0)
     assert fork.cached_tokens == 8 and three.admitted == [fork] and fork.blocks[:2] == first.blocks[:2]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
+import numpy as np
 import pytest
 from vocabularies import byte_level_backend, gguf_metadata, sentencepiece_model
 
 from flatout.request import ModelFacts, RequestError, SamplingParams
 from flatout.text.prepare import default_params, prepare
 from flatout.text.tokenizer import Tokenizer
+
+
+class Kind(IntEnum):
+    BOS = 1
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +66,10 @@ def test_text_ids_and_objects(tokenizer):
         ([5, 1.5], "position 1 must be a token id, got 1.5"),
         ([True], "position 0 must be a token id, got True"),
         ([5, "a"], "position 1 must be a token id, got 'a'"),
+        ([5, False, 7], "position 1 must be a token id, got False"),
+        ([5, np.int64(6)], "position 1 must be a token id, got np.int64(6)"),
+        ([5, 2**40], "token id 1099511627776 at position 1 is outside the vocabulary of 600"),
+        ([600], "token id 600 at position 0"),
         (5, "must be text or a list of token ids, got int"),
         (None, "got NoneType"),
         ({}, "must have one key"),
@@ -70,6 +81,12 @@ def test_text_ids_and_objects(tokenizer):
 def test_a52_bad_prompts(tokenizer, prompt, said):
     error = refusal(prompt, SamplingParams(), tokenizer, facts())
     assert error.field == "prompt" and said in str(error)
+
+
+@pytest.mark.parametrize("ids", [[0], [1, 0, 1], [599, 0], [Kind.BOS, 7], (5, 6)])
+def test_ids_are_packed_as_they_are_checked(tokenizer, ids):
+    one, two = prepare("r", ids, SamplingParams(n=2), tokenizer, facts())
+    assert one.prompt_ids == list(ids) and one.prompt_bytes == np.array(ids, np.int32).tobytes() and two.prompt_bytes is one.prompt_bytes
 
 
 def test_a54_empty_prompts(tokenizer, without_start):

@@ -44,30 +44,32 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """`count` free blocks, one reference each. The caller has looked at num_free."""
-        blocks = []
-        for _ in range(count):
-            if self._blank:
-                block = self._blank.pop()
-            else:
-                block, _none = self._cached.popitem(last=False)
-                self._evict(block)
-            self.refs[block] = 1
+        blocks = self._blank[: -count - 1 : -1]  # from its end, as far as it goes
+        del self._blank[len(self._blank) - len(blocks) :]
+        while len(blocks) < count:
+            block, _none = self._cached.popitem(last=False)
+            self._evict(block)
             blocks.append(block)
+        for block in blocks:
+            self.refs[block] = 1
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more reference to each of these published blocks."""
+        refs = self.refs
         for block in blocks:
-            if self.refs[block] == 0:
+            held = refs[block]
+            if held == 0:
                 del self._cached[block]
-            self.refs[block] += 1
+            refs[block] = held + 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less, given a sequence's blocks in order. Its tail is evicted before its head, which more others share."""
         self.releases += 1
+        refs = self.refs
         for block in reversed(blocks):
-            self.refs[block] -= 1
-            if self.refs[block] == 0:
+            left = refs[block] = refs[block] - 1
+            if left == 0:
                 if self.hashes[block] is None:
                     self._blank.append(block)
                 else:
@@ -77,9 +79,14 @@ class BlockPool:
         """The block published under this hash."""
         return self._by_hash.get(digest)
 
+    def chain(self, digests: Sequence[bytes]) -> list[int]:
+        """The blocks published under these hashes, up to the first hash that nobody bears."""
+        blocks = list(map(self._by_hash.get, digests))
+        return [block for block in blocks[: blocks.index(None) if None in blocks else None] if block is not None]
+
     def num_idle(self, blocks: Sequence[int]) -> int:
         """How many of these are free: sharing them takes that many out of num_free."""
-        return sum(self.refs[block] == 0 for block in blocks)
+        return list(map(self.refs.__getitem__, blocks)).count(0)
 
     def publish(self, block: int, digest: bytes) -> None:
         """Let others find this full, held block, computed or planned. If another bears the hash already, that one stays the one to find."""

@@ -59,7 +59,7 @@ class Counts:
         self.known[slot] = self.settled[slot] = tokens
         self.planned[slot] = self.computed[slot] = cached
         self.edge[slot] = edge
-        self.newest[slot] = tokens_of(request, tokens - 1, tokens)[0]
+        self.newest[slot] = (request.output_ids or request.prompt_ids)[-1]
 
     def divide(self, slots: np.ndarray, budget: int) -> np.ndarray:
         """Tokens for each of these rows in a step, int32: one to everybody who lacks any, so that no decode stalls behind a long prompt;
@@ -82,7 +82,7 @@ class Counts:
         ids[ends[only_newest] - 1] = self.newest[slots[only_newest]]
         for i in np.flatnonzero(~only_newest).tolist():
             start, count, end = int(starts[i]), int(counts[i]), int(ends[i])
-            ids[end - count : end] = tokens_of(requests[i], start, start + count)
+            ids[end - count : end] = np.frombuffer(tokens_of(requests[i], start, start + count), np.int32)
         return ids
 
     def advance(self, slots: np.ndarray, reach: np.ndarray, known: np.ndarray, samples: np.ndarray) -> None:

@@ -1,6 +1,6 @@
 """Who goes first: a policy is one function that ranks a request; the scheduler admits by rank and preempts from the other end.
 
-Also Line, the sorted line that running and waiting requests stand in. No counting of tokens or blocks here. Called by scheduler.py.
+Also when a prompt is kept whole, and Line, the sorted line that running and waiting requests stand in. Called by scheduler.py.
 To add a policy: write its function, name it in POLICIES and in config.SchedulerConfig.scheduling_policy.
 """
 
@@ -25,6 +25,16 @@ def fcfs(request: Request) -> tuple[float, ...]:
 def priority(request: Request) -> tuple[float, ...]:
     """Lower `Request.priority` first, as in vLLM."""
     return (request.priority,)
+
+
+def kept_whole(rest: int, left: int, budget: int, decodes: int) -> bool:
+    """Whether the head of the line, of whose prompt `rest` tokens are to be computed, more than the `left` ones of this step's budget, waits
+    for the next step rather than be cut: if that one holds it whole beside its `decodes` (a token each), and this one is half full.
+
+    It loses nothing: cut or whole, it has its first token from the next step, which takes it, as nobody of its rank overtakes it and of
+    those who run by then each has but one token to compute. Dense attention takes a prompt that is whole, and none that is cut oddly.
+    """
+    return rest <= budget - decodes and 2 * (budget - left) >= budget
 
 
 POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": priority}
