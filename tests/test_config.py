@@ -197,6 +197,7 @@ def test_what_is_for_gpus_alone(monkeypatch):
     assert resolved.device.attention_backend == "triton" and resolved.device.max_cudagraph_capture_size == 1024
     assert resolve(Config.make(dtype="float32"), SPEC, GPU)[0].device.attention_backend == "torch"
     assert resolve(Config.make(enforce_eager=True), SPEC, GPU)[0].device.max_cudagraph_capture_size is None
+    assert not Config().device.disable_cascade_attn and Config.make(disable_cascade_attn=True).device.disable_cascade_attn
     assert resolve(Config.make(max_num_seqs=48), SPEC, GPU)[0].device.max_cudagraph_capture_size == 48
     larger, decisions = resolve(Config.make(max_num_seqs=48, max_cudagraph_capture_size=64), SPEC, GPU)
     assert larger.device.max_cudagraph_capture_size == 48

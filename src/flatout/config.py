@@ -73,6 +73,7 @@ class DeviceConfig:
     max_cudagraph_capture_size: int | None = setting(
         None, "largest batch whose decode step is captured on a GPU (default: --max-num-seqs, at most 1024)", kind="size"
     )
+    disable_cascade_attn: bool = setting(False, "on a GPU: each request reads its whole context, also what many share")
     deterministic: bool = setting(False, "on a GPU: the same tokens and logprobs whatever the batch, chunking and cache")
 
 

@@ -39,11 +39,27 @@ class Unread:
 class CapturedTorch(TorchBackend):
     captures = True
 
-    def plan_decode(self, batch: ForwardBatch) -> None:
+    def plan_decode(self, batch: ForwardBatch, cascade: bool = False) -> None:
         batch.attention = tuple(
             AttentionWork(EMPTY, EMPTY, EMPTY.reshape(0, 0), self.block_size, window, 0, 0, Unread(batch, group, self))  # type: ignore[arg-type]
             for group, window in enumerate(self.windows)
         )
+
+
+class CascadingTorch(CapturedTorch):
+    """Says that four rows and more share keys; keeps what it was asked to find, and on what."""
+
+    cascades = True
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.found: list[tuple[int, list[int], list[list[int]]]] = []
+
+    def shared_depth(self, tables, table_rows, kv_lens):
+        return 2 if len(table_rows) >= 4 else -1
+
+    def find_shared(self, batch, depth):
+        self.found.append((int(depth), batch.kv_lens.tolist(), batch.block_tables[0][batch.table_rows.long()].tolist()))
 
 
 def run_unread(out, q, k_cache, v_cache, work, scale, softcap) -> None:
@@ -89,9 +105,9 @@ class Side:
     results: list[StepResult] = field(default_factory=list)
 
 
-def side(folder, captured: bool) -> Side:
+def side(folder, captured: bool, kind: type[TorchBackend] = CapturedTorch) -> Side:
     decoder = load(folder).decoder
-    backend = (CapturedTorch if captured else TorchBackend)(decoder.spec, BLOCK)
+    backend = (kind if captured else TorchBackend)(decoder.spec, BLOCK)
     runner = Copying(decoder, backend, max_slots=SLOTS, max_blocks=COLUMNS, block_size=BLOCK, device=CPU)
     runner.slots = Apart(SLOTS, COLUMNS, CPU)
     caches = backend.allocate_kv(decoder.spec, SPARE + 1, BLOCK, torch.float32, CPU)
@@ -230,6 +246,31 @@ def test_steps_in_the_air(pair):
     for one in pair:
         one.results += [wait().result for wait in [one.runner.launch(plan) for plan in plans]]
     same(*pair)
+
+
+def test_steps_whose_rows_share_keys(tmp_path_factory):
+    """Their other form is captured when a size first needs it, among steps in the air; groups are found in tables as the step leaves them."""
+    folder = make("llama", tmp_path_factory.mktemp("graphs"))
+    sides = [side(folder, False), side(folder, True, CascadingTorch)]
+    runner = sides[1].runner
+    decodes, backend = runner.executor.decodes, runner.executor.backend
+    assert not backend.found and not any(step.cascade for step in decodes.steps)
+    requests = Requests(5)
+    admit(requests, sides, [GREEDY] * 7)
+    plans = [requests.plan([(slot, [FROM_DEVICE]) for slot in range(rows)], ahead=rows % 2) for rows in (2, 3, 4, 7, 1, 6, 5, 4, 3, 7)]
+    for one in sides:
+        one.results += [wait().result for wait in [one.runner.launch(plan) for plan in plans]]
+    same(*sides)
+    assert [step.size for step in decodes.steps if step.cascade] == [4, 7]
+    real = [f for f in backend.found if f[0] == 2]
+    assert [len(lens) for _, lens, _ in real] == [4, 7, 7, 7, 4, 7]  # and rehearsals at depth 0
+    for (_, lens, tables), plan in zip(real, [plan for plan in plans if len(plan.slots) >= 4]):
+        assert lens[: len(plan.slots)] == (plan.starts + 1).tolist()
+        for row, slot in enumerate(plan.slots.tolist()):
+            columns = -(-lens[row] // BLOCK)
+            assert tables[row][:columns] == runner.slots.host_tables[slot, :columns].tolist()
+    for one in sides:
+        one.runner.close()
 
 
 def test_padding_touches_the_spare_block_alone(pair):

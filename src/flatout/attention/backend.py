@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class AttentionBackend(Protocol):
     name: str
     captures: bool  # plan_decode works
+    cascades: bool  # and with cascade; else shared_depth is always -1
 
     def kv_bytes_per_block(self, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block over all layers, keys and values."""
@@ -35,9 +36,20 @@ class AttentionBackend(Protocol):
         """Set batch.attention: one AttentionWork per cache group. Once a step, without a device sync."""
         ...
 
-    def plan_decode(self, batch: ForwardBatch) -> None:
+    def plan_decode(self, batch: ForwardBatch, cascade: bool = False) -> None:
         """Set batch.attention for rows of one query each, row i token i, whose lengths (at least 1) and blocks are read on the device each
-        time the plan is run: for captured steps."""
+        time the plan is run: for captured steps. cascade: keys that rows share are read once, by what find_shared() has found before."""
+        ...
+
+    def find_shared(self, batch: ForwardBatch, depth: Tensor) -> None:
+        """Run the op that finds, for a plan with cascade, which rows share keys now. depth int32 [1]: a column of their tables."""
+        ...
+
+    def shared_depth(self, tables: np.ndarray, table_rows: np.ndarray, kv_lens: np.ndarray) -> int:
+        """The column at which such a step's rows are best grouped, -1 where sharing reads is not worth while. A guess within a few us.
+
+        tables int32 [slots, W]; table_rows, kv_lens int32 [R]: each row's place there and its keys.
+        """
         ...
 
 

@@ -33,6 +33,7 @@ WINDOWED_CHUNK = 1024
 class TorchBackend:
     name = "torch"
     captures = False
+    cascades = False
 
     def __init__(self, spec: ModelSpec, block_size: int):
         self.windows = [group.window for group in spec.cache_groups()]
@@ -63,8 +64,14 @@ class TorchBackend:
     def plan(self, batch: ForwardBatch, host: HostBatch) -> None:
         batch.attention = tuple(self._work(batch, host, group, window) for group, window in enumerate(self.windows))
 
-    def plan_decode(self, batch: ForwardBatch) -> None:
+    def plan_decode(self, batch: ForwardBatch, cascade: bool = False) -> None:
         raise NotImplementedError("pieces and gathers are sized on the host; see captures")
+
+    def find_shared(self, batch: ForwardBatch, depth: Tensor) -> None:
+        raise NotImplementedError("no plan of this backend shares reads; see shared_depth")
+
+    def shared_depth(self, tables: np.ndarray, table_rows: np.ndarray, kv_lens: np.ndarray) -> int:
+        return -1
 
     def _work(self, batch: ForwardBatch, host: HostBatch, group: int, window: int | None) -> AttentionWork:
         q_lens, kv_lens = host.q_lens.astype(np.int64), host.kv_lens.astype(np.int64)

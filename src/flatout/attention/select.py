@@ -21,7 +21,7 @@ def select_backend(config: Config, spec: ModelSpec) -> AttentionBackend:
     if name == "triton":
         from flatout.attention.triton import TritonBackend
 
-        return TritonBackend(spec, block_size, deterministic=config.device.deterministic)
+        return TritonBackend(spec, block_size, deterministic=config.device.deterministic, cascade=not config.device.disable_cascade_attn)
     if name != "torch":
         raise ConfigError(f"--attention-backend: {name!r} is not built; use torch or triton")
     return TorchBackend(spec, block_size)

@@ -7,6 +7,7 @@ backend.py's protocol.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from flatout.attention.backend import pairs
 from flatout.batch import ForwardBatch, HostBatch
 from flatout.kernels.attention import AttentionWork, Long, LongChunks, Paged, cudnn_runs, paged_runs
 from flatout.kernels.gpu.device import facts
+from flatout.kernels.prefixes import shared_of, shared_prefixes
 
 if TYPE_CHECKING:
     from flatout.modelfile.spec import ModelSpec
@@ -27,6 +29,9 @@ SMALL, LARGE = 64, 128
 # Chunks that dense attention may take, and what their lengths are rounded up to (kernels/attention.py:Long)
 LONG, ROUND = 4096, 512
 FARTHEST = 32_768  # keys before such a chunk: they are gathered, and what is transient must not grow with the context
+# Keys that rows of a captured step share are read once where that saves this share of all keys' reads, and these bytes a layer (8 us of an
+# H200): two small launches a step, one more a layer, and pieces to be put together. PROBES columns of the tables are looked at, not all
+SAVED, SAVED_BYTES, FEWEST, PROBES = 0.25, 32 << 20, 17, 8
 UNKNOWN = np.empty(0, np.int32)
 
 
@@ -34,14 +39,16 @@ class TritonBackend:
     name = "triton"
     captures = True
 
-    def __init__(self, spec: ModelSpec, block_size: int, deterministic: bool = False):
+    def __init__(self, spec: ModelSpec, block_size: int, deterministic: bool = False, cascade: bool = True):
         """deterministic: a row's bits depend neither on the other rows nor on how its prompt was cut or cached: every row goes by tiles of one
-        size, whose arithmetic is the same for one query as for many."""
+        size, whose arithmetic is the same for one query as for many. cascade: captured steps may read shared keys once."""
         if block_size & (block_size - 1) or not 1 <= block_size <= 1024:
             raise ValueError(f"block_size {block_size}: the paged kernels need a power of two up to 1024")
         self.small = True  # no large tiles
         self.dense = False  # cuDNN may be asked for long chunks
         self.windows = [group.window for group in spec.cache_groups()]
+        self.cascades = cascade and not deterministic and None in self.windows
+        self.key_bytes = 0  # of a key and its value in a layer; 0: not allocated yet
         self.block_size = block_size
         self.deterministic = deterministic
         self.kv_heads = spec.num_kv_heads
@@ -62,6 +69,7 @@ class TritonBackend:
         # tiles of 64 packed queries were as fast on an H200 as of 128, but for narrow heads
         self.small = self.deterministic or dtype == torch.float32 or spec.head_dim > 64
         self.dense = not self.deterministic and cudnn_runs(device, dtype, spec.head_dim, spec.attn_softcap)
+        self.key_bytes = 2 * spec.kv_size * dtype.itemsize
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         # zeros, so that no NaN lies in a slot not written yet
         return [tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv") for _ in range(spec.num_layers)]  # type: ignore[misc]
@@ -115,12 +123,45 @@ class TritonBackend:
         slots = table[row, positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
         return Long(int(q_lens[:row].sum()), count, padded, before, _to(device, slots))
 
-    def plan_decode(self, batch: ForwardBatch) -> None:
+    def plan_decode(self, batch: ForwardBatch, cascade: bool = False) -> None:
         paged, table = self._all_single(batch), UNKNOWN.reshape(0, 0)
-        batch.attention = tuple(
-            AttentionWork(UNKNOWN, UNKNOWN, table, self.block_size, window, kv_tokens=0, pairs=0, arrangement=paged(on_device))
-            for window, on_device in zip(self.windows, batch.block_tables)
-        )
+        made = []
+        for window, on_device in zip(self.windows, batch.block_tables):
+            shared = shared_of(batch.kv_lens.shape[0], batch.kv_lens.device) if cascade and window is None else None
+            arrangement = replace(paged(on_device), shared=shared)
+            made.append(AttentionWork(UNKNOWN, UNKNOWN, table, self.block_size, window, kv_tokens=0, pairs=0, arrangement=arrangement))
+        batch.attention = tuple(made)
+
+    def find_shared(self, batch: ForwardBatch, depth: Tensor) -> None:
+        for work in batch.attention:
+            if (found := work.arrangement.shared) is not None:
+                tables = work.arrangement.tables
+                buffers = (found.own, found.places, found.groups, found.order)
+                shared_prefixes(*buffers, tables, batch.table_rows, batch.kv_lens, depth, self.block_size)
+
+    def shared_depth(self, tables: np.ndarray, table_rows: np.ndarray, kv_lens: np.ndarray) -> int:
+        """In a few columns: rows that hold the same block there hold the same blocks before it, but for prompts computed twice. So every row but
+        one of each such company is spared so many blocks."""
+        rows = len(table_rows)
+        if not self.cascades or rows < FEWEST:
+            return -1
+        blocks = (kv_lens - 1) // self.block_size
+        total = int(blocks.sum())
+        least = max(SAVED * total, SAVED_BYTES / (self.key_bytes * self.block_size))
+        # one row may be far longer than the others
+        reach = min(int(blocks.max()), 2 * total // rows)
+        columns = (2 * np.arange(PROBES) + 1) * reach // (2 * PROBES)
+        first = tables[table_rows, columns[0]]
+        first.sort()
+        if np.count_nonzero(first[1:] == first[:-1]) * reach < least:  # who shares there no block, shares none after
+            return -1
+        at = columns[:, None]
+        ids = tables[table_rows, at]
+        np.copyto(ids, -1 - np.arange(rows, dtype=np.int32), where=at >= blocks)  # past a row's last block: like no other
+        ids.sort(axis=1)
+        saved = np.count_nonzero(ids[:, 1:] == ids[:, :-1], axis=1) * (columns + 1)
+        best = int(saved.argmax())
+        return int(columns[best]) if saved[best] >= least else -1
 
     def _all_single(self, batch: ForwardBatch) -> Callable[[Tensor], Paged]:
         """Row i is token i: nothing else needs saying."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.op import Cost, op, shape_class
+from flatout.kernels.prefixes import Shared
 
 SCORES_AT_ONCE = 1 << 25  # elements: the explicit path works through a chunk's queries in steps that keep its scores under 128 MB
 
@@ -81,6 +82,7 @@ class Paged:
     num_tiles: int
     tile_queries: int  # packed queries of a tile
     tiles: Tensor | None  # int32 [num_tiles, 2] row, its first packed query; None: tile i is row i, which has one query and is token i
+    shared: Shared | None = None  # keys that several of the singles have in common are read once; only where `rows` is None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

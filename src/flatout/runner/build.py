@@ -73,7 +73,7 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
         lap = time.perf_counter()
 
     if hardware.capability is not None and hardware.capability >= (8, 0):  # what the kernels are written for
-        gpu.load()
+        gpu.load(cache_dir() / "cuda")
         phase("kernels")
     decoder = Decoder(
         spec,
@@ -152,6 +152,8 @@ def _compile_ahead(runner: Runner, graphs: DecodeGraphs | None, name: str, longe
             if graphs is not None:
                 for size in sorted({shape_class(n) for n in graphs.sizes if n <= MOST_WARMED} & set(graphs.sizes)):
                     graphs.rehearse(size)
+                if graphs.backend.cascades:  # its first step of the kind then waits for a capture alone
+                    graphs.rehearse(graphs.sizes[-1], cascade=True)
     finally:
         choices.surveying = False
     failed = compile_all(wanted, threads)

@@ -1,7 +1,8 @@
 """Executor: how a step's forward is run: op by op for any mix, or, where every row decodes one token, as a captured CUDA graph.
 
 A captured step reads everything that changes from one staged array (kernels/inputs.py), so a replay is one copy and one launch. Batch
-sizes between those captured are padded with rows on the spare slot. Holds no request state. Called by runner.py; built by build.py.
+sizes between those captured are padded with rows on the spare slot. Where many rows share keys a second form of the step reads those once; it
+is captured when it is first needed. Holds no request state. Called by runner.py; built by build.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from flatout.attention.backend import AttentionBackend
 from flatout.batch import ForwardBatch, HostBatch
 from flatout.kernels.inputs import decode_inputs, remember
+from flatout.kernels.op import shape_class
 from flatout.kernels.sampling import greedy
 from flatout.models.decoder import Decoder
 from flatout.runner.slots import Slots
@@ -45,14 +48,19 @@ class Executor:
         self.decodes: DecodeGraphs | None = None
 
     def forward(self, batch: ForwardBatch, host: HostBatch) -> Tensor:
-        """Residual stream [T, H] before the final norm."""
+        """Residual stream before the final norm: of all tokens [T, H] or of the sampled ones [S, H], as batch.last says."""
         self.backend.plan(batch, host)
+        if batch.last is not None and host.last is not None:  # else nothing is sampled
+            self.backend.plan(batch.last, host.last)
         return self.decoder.forward(batch)
 
 
 @dataclass(slots=True)
 class CapturedStep:
-    """`size` rows of one token each: from the staged array to logits, and, as a second graph, to the next ids of a greedy batch."""
+    """`size` rows of one token each: from the staged array to logits, and, as a second graph, to the next ids of a greedy batch.
+
+    Its other form, `cascade`, leaves its logits in the same place.
+    """
 
     size: int
     batch: ForwardBatch
@@ -61,6 +69,8 @@ class CapturedStep:
     ids: Tensor  # int64 [size]
     forward: Callable[[], object]
     choose: Callable[[], object]
+    cascade: Callable[[], object] | None = None  # forward, with the keys that rows share read once; None: not needed yet
+    shared: ForwardBatch | None = None  # what that works on, which must stay where it is
 
 
 class DecodeGraphs:
@@ -76,15 +86,18 @@ class DecodeGraphs:
         self._kv_lens, self._rows = (torch.ones(most, dtype=torch.int32, device=device) for _ in range(2))
         self._every_row = torch.arange(most, device=device)
         self._q_starts = torch.arange(most + 1, dtype=torch.int32, device=device)
-        length = 1 + 3 * most + 3 * diffs_of(most)
+        length = 1 + 1 + 3 * most + 3 * diffs_of(most)
+        # the depth at which rows are grouped, or -1: nothing is shared; then the array of decode_inputs
         self._staged = torch.zeros(length, dtype=torch.int32, device=device)
         self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(RING)]
         self._turn = 0
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of memory, the same for all graphs
+        self._rehearsed: set[int] = set()  # classes of sizes whose other form ran once
 
     def capture(self) -> str:
         """Capture every size, the largest first, so that they share one pool of memory. Runs each once before, which measures and compiles
         what a capture cannot. Returns why it captured nothing, or ""."""
-        with _capturing(self.slots.device) as capture, torch.inference_mode():
+        with _capturing(self._pool) as capture, torch.inference_mode():
             for size in reversed(self.sizes):
                 batch, staged, ids, logits = self.rehearse(size)
                 if size == self.sizes[-1] and (why := _waits(partial(self._forward, batch, staged))):
@@ -94,12 +107,13 @@ class DecodeGraphs:
                 self.steps.insert(0, CapturedStep(size, batch, staged, logits, ids, forward, choose))
         return ""
 
-    def rehearse(self, size: int) -> tuple[ForwardBatch, Tensor, Tensor, Tensor]:
+    def rehearse(self, size: int, cascade: bool = False) -> tuple[ForwardBatch, Tensor, Tensor, Tensor]:
         """Run a step of padding; returns what a capture of it works on: batch, staged array, ids and logits."""
-        self._stage(size, _nothing(), self._host[0])
-        self._staged.copy_(self._host[0])  # waits: the next size writes the same host buffer
-        batch, staged, ids = self._batch(size), self._staged[: 1 + 3 * size + 3 * diffs_of(size)], self._ids[:size]
-        logits = self._forward(batch, staged)
+        host = self._next()
+        self._stage(size, _nothing(), host)
+        self._staged.copy_(host)  # waits: so many sizes in a row would come round to it
+        batch, staged, ids = self._batch(size, cascade), self._staged[: 2 + 3 * size + 3 * diffs_of(size)], self._ids[:size]
+        logits = self._forward(batch, staged, cascade)
         self._choose(ids, logits, batch)
         return batch, staged, ids, logits
 
@@ -113,21 +127,40 @@ class DecodeGraphs:
 
     def stage(self, step: CapturedStep, plan: StepPlan) -> Tensor:
         """Write the plan where run() will find it, on the host; its rows are the plan's, then padding."""
-        host = self._host[self._turn]
-        self._turn = (self._turn + 1) % RING
-        used = self._stage(step.size, plan, host)
         if len(plan.block_ids):
             self.slots.host_tables[plan.block_slots, plan.block_columns] = plan.block_ids
-        return host[:used]
+        depth = self.backend.shared_depth(self.slots.host_tables, plan.slots, plan.starts + 1)
+        if depth >= 0 and step.cascade is None:
+            self._capture_cascade(step)
+        host = self._next()
+        return host[: self._stage(step.size, plan, host, depth)]
 
     def run(self, step: CapturedStep, staged: Tensor) -> None:
         """Queue the forward of what stage() returned."""
         self._staged[: staged.shape[0]].copy_(staged, non_blocking=True)
-        step.forward()
+        forward = step.cascade if step.cascade is not None and staged[0] >= 0 else step.forward
+        forward()
 
-    def _stage(self, size: int, plan: StepPlan, host: Tensor) -> int:
+    def _capture_cascade(self, step: CapturedStep) -> None:
+        """In the midst of serving: steps before it may be under way, and this one waits for it, some 20 ms. Groups are found from the tables as
+        they are when it is replayed."""
+        if (known := shape_class(step.size)) not in self._rehearsed:
+            self.rehearse(step.size, cascade=True)
+            self._rehearsed.add(known)
+        step.shared = self._batch(step.size, cascade=True)
+        with _capturing(self._pool) as capture, torch.inference_mode():
+            step.cascade = capture(partial(self._forward, step.shared, step.staged, cascade=True))
+
+    def _next(self) -> Tensor:
+        """The host buffer whose turn it is."""
+        host = self._host[self._turn]
+        self._turn = (self._turn + 1) % RING
+        return host
+
+    def _stage(self, size: int, plan: StepPlan, host: Tensor, depth: int = 0) -> int:
         """Write the plan into a host buffer; returns how much of it is in use."""
-        array, rows, most = host.numpy(), len(plan.slots), diffs_of(size)
+        whole, rows, most = host.numpy(), len(plan.slots), diffs_of(size)
+        whole[0], array = depth, whole[1:]
         array[0] = diffs = len(plan.block_ids)
         per_row = array[1 : 1 + 3 * size].reshape(3, size)
         for line, values, padding in zip(per_row, (plan.token_ids, plan.starts, plan.slots), (0, 0, self.slots.spare)):
@@ -135,9 +168,9 @@ class DecodeGraphs:
         per_diff = array[1 + 3 * size : 1 + 3 * size + 3 * most].reshape(3, most)
         for line, values in zip(per_diff, (plan.block_slots, plan.block_columns, plan.block_ids)):
             line[:diffs] = values
-        return 1 + 3 * size + (3 * most if diffs else 0)
+        return 2 + 3 * size + (3 * most if diffs else 0)
 
-    def _batch(self, size: int) -> ForwardBatch:
+    def _batch(self, size: int, cascade: bool = False) -> ForwardBatch:
         groups = len(self.decoder.spec.cache_groups())
         batch = ForwardBatch(
             tokens=self._tokens[:size],
@@ -149,10 +182,10 @@ class DecodeGraphs:
             kv_slots=(self._kv_slots[:size],) * groups,
             sample_rows=self._every_row[:size],
         )
-        self.backend.plan_decode(batch)
+        self.backend.plan_decode(batch, cascade)
         return batch
 
-    def _forward(self, batch: ForwardBatch, staged: Tensor) -> Tensor:
+    def _forward(self, batch: ForwardBatch, staged: Tensor, cascade: bool = False) -> Tensor:
         decode_inputs(
             batch.tokens,
             batch.positions,
@@ -160,10 +193,12 @@ class DecodeGraphs:
             batch.kv_slots[0],
             batch.table_rows,
             self.slots.tables,
-            staged,
+            staged[1:],
             self.slots.last_ids,
             self.block_size,
         )
+        if cascade:
+            self.backend.find_shared(batch, staged[:1])
         return self.decoder.logits(self.decoder.forward(batch), batch.sample_rows)
 
     def _choose(self, ids: Tensor, logits: Tensor, batch: ForwardBatch) -> None:
@@ -201,16 +236,16 @@ def _waits(run: Callable[[], object]) -> str:
 
 
 @contextmanager
-def _capturing(device: torch.device) -> Iterator[Callable[[Callable[[], object]], Callable[[], object]]]:
-    """Gives what turns a run of ops into its replay. Off CUDA nothing is captured: a replay is the run again, for tests."""
-    if device.type != "cuda":
+def _capturing(pool: Any) -> Iterator[Callable[[Callable[[], object]], Callable[[], object]]]:
+    """Gives what turns a run of ops into its replay, by a pool of memory. Off CUDA, None: nothing is captured, a replay is the run again, for tests."""
+    if pool is None:
         yield lambda run: run
         return
-    stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()
 
     def capture(run: Callable[[], object]) -> Callable[[], object]:
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool)
+        graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads may pin memory meanwhile
         try:
             run()
         finally:

@@ -1,7 +1,7 @@
 """The op attention on CUDA for rows that lie in the block-wise cache (Paged): which kernel, in which sizes, by the device's capability.
 
-Rows of one query go to attention_decode.py, tiles of queries to attention_hopper.py or attention_prefill.py: two launches at most. Loaded by
-load() of this package.
+Rows of one query go to attention_decode.py, what they share before that to attention_shared.py, tiles of queries to attention_hopper.py or
+attention_prefill.py: two launches at most. Loaded by load() of this package.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from torch import Tensor
 from flatout.kernels.attention import AttentionWork, LongChunks, Paged, attention
 from flatout.kernels.gpu.attention_decode import decode
 from flatout.kernels.gpu.attention_prefill import prefill
+from flatout.kernels.gpu.attention_shared import shared
 from flatout.kernels.gpu.device import Facts, facts
+from flatout.kernels.prefixes import Shared
 
 ROWS = 128  # rows whose lengths a worker adds up at a time
 AT_ONCE = 4  # pieces of a row that are read at a time when it is put together
-# workers of the decode kernel on a multiprocessor: many rows fill the device best with three, while a row that falls to all of them is put
-# together sooner from fewer pieces (H200, 28 heads on 4 of 128, us: 256 rows of 800 keys 112 with 3, 130 with 1; a row of 8,000 23 and 16)
-PROGRAMS, PROGRAMS_OF_FEW, FEW = 3, 1, 4
+# workers of the decode kernel on a multiprocessor: many rows fill the device best with two, while a row that falls to all of them is put
+# together sooner from fewer pieces (H200, 28 heads on 4 of 128, us: 64 rows of 640 keys 24.9 with 2 and 28.6 with 3, 256 rows 76.5 and 78.5;
+# 256 rows of 800 130 with 1; a row of 8,000 16 with 1, 23 with 3)
+PROGRAMS, PROGRAMS_OF_FEW, FEW = 2, 1, 4
+SHARING = 1  # workers on a multiprocessor of the kernel for what rows share
 LATENT = 16  # rows up to which what counts is that the kernel's programs wait beside those of the kernel before
 LOG2E = math.log2(math.e)
 
@@ -66,14 +70,37 @@ def hopper_sizes(width: int, queries: int) -> Sizes:
     return Sizes(64, 2, 8 if queries > 64 else 4)
 
 
+def shared_sizes(width: int, exact: bool, hopper: bool, device: Facts) -> tuple[int, Sizes]:
+    """Packed queries of a tile, and the rest: as many queries as fit, since each tile of them reads all the keys again. hopper: in Hopper's own
+    instructions."""
+    if hopper:
+        return 128, Sizes(32, 2, 8) if width > 256 else hopper_sizes(width, 128)  # 64 keys of 256 dims do not fit into the registers
+    queries = 64 if exact or width > 256 or device.shared_memory < 2**17 else 128
+    return queries, prefill_sizes(width, queries, exact, device)
+
+
 @cache
-def _hopper_prefill(capability: tuple[int, int]) -> Any:
-    """attention_hopper.py's kernel where it runs. Gluon is no stable interface yet: with no Triton but the one that it was tried with."""
+def _hopper(capability: tuple[int, int], name: str) -> Any:
+    """A kernel of attention_hopper.py where those run. Gluon is no stable interface yet: with no Triton but the one that they were tried with."""
     if capability != (9, 0) or not triton.__version__.startswith("3.6."):
         return None
-    from flatout.kernels.gpu.attention_hopper import prefill as kernel
+    from flatout.kernels.gpu import attention_hopper
 
-    return kernel
+    return getattr(attention_hopper, name)
+
+
+def _hopper_prefill(capability: tuple[int, int]) -> Any:
+    return _hopper(capability, "prefill")
+
+
+def _hopper_shared(capability: tuple[int, int]) -> Any:
+    return _hopper(capability, "shared")
+
+
+@cache
+def _pieces(device: torch.device, pieces: int, state: int) -> tuple[Tensor, Tensor]:
+    """Partials and states of the kernel for what rows share. One stream uses them at a time."""
+    return torch.empty(pieces * state, dtype=torch.float32, device=device), torch.empty(pieces * 2, dtype=torch.float32, device=device)
 
 
 @cache
@@ -105,18 +132,21 @@ def _paged(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Atten
         "DIM": dim,
         "PAD": pad,
         "BLOCK": work.block_size,
-        "WINDOW": work.window or 0,
         "CAPPED": bool(softcap),
         "PDL": device.pdl,
         "launch_pdl": device.pdl,
     }
-    precision = {"PRECISION": "ieee" if exact else None}
+    band, precision = {"WINDOW": work.window or 0}, {"PRECISION": "ieee" if exact else None}
     if plan.singles:
+        kv_lens, theirs, launch = plan.kv_lens, (None,) * 4 + (0, 0), dict.fromkeys(("SHARED_M", "SHARED_N", "GROUPS"), 0)
+        if plan.shared is not None:
+            theirs, launch = _shared(plan, plan.shared, (q, k_cache, v_cache), strides[1:], scales, shape)
+            kv_lens = plan.shared.own
         sizes = decode_sizes(width, group, plan.singles, device)
         m = triton.next_power_of_2(max(group, 16))
         workers = max(1, device.sms * (PROGRAMS_OF_FEW if plan.singles <= FEW else PROGRAMS) // kv_heads)
         scratch = _scratch(q.device, kv_heads * workers * 2 * m, pad, kv_heads * workers)
-        launch: dict[str, Any] = {
+        launch |= {
             "M": m,
             "TILE": sizes.tile,
             "ROWS": ROWS,
@@ -126,8 +156,9 @@ def _paged(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Atten
         }
         grid = (kv_heads, workers)
         decode[grid](
-            out, q, k_cache, v_cache, plan.rows, *lengths, *scratch, plan.singles, *strides, *scales, **launch, **precision, **shape
-        )
+            out, q, k_cache, v_cache, plan.rows, plan.q_starts, kv_lens, *lengths[2:], *scratch, *theirs, plan.singles, *strides, *scales,
+            **launch, **band, **precision, **shape,
+        )  # fmt: skip
     if plan.num_tiles:
         kernel = None if exact else _hopper_prefill(device.capability)
         if kernel is not None:
@@ -136,4 +167,25 @@ def _paged(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Atten
             kernel, sizes = prefill, prefill_sizes(width, plan.tile_queries, exact, device)
         launch = {"M": plan.tile_queries, "N": sizes.tile, "STAGES": sizes.stages, "num_warps": sizes.warps}
         grid = (kv_heads, plan.num_tiles)
-        kernel[grid](out, q, k_cache, v_cache, plan.tiles, *lengths, *strides, *scales, **launch, **precision, **shape)
+        kernel[grid](out, q, k_cache, v_cache, plan.tiles, *lengths, *strides, *scales, **launch, **band, **precision, **shape)
+
+
+def _shared(
+    plan: Paged, found: Shared, operands: tuple[Tensor, ...], strides: tuple[int, ...], scales: tuple[float, ...], shape: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """Launch the kernel for what rows share; the operands and sizes by which the decode kernel finds what it leaves."""
+    q, k_cache, _ = operands
+    device, (_, kv_heads, _), groups = facts(q.device), k_cache.shape, found.groups.shape[0]
+    exact = q.dtype == torch.float32
+    kernel, precision = None if exact else _hopper_shared(device.capability), {}
+    queries, sizes = shared_sizes(shape["PAD"] * q.element_size(), exact, kernel is not None, device)
+    if kernel is None:
+        kernel, precision = shared, {"PRECISION": "ieee" if exact else None}
+    workers = max(1, device.sms * SHARING // kv_heads)
+    # rows rounded, so that steps of similar sizes use the same memory
+    room = triton.cdiv(triton.next_power_of_2(plan.singles) * shape["GROUP"], queries) + groups + workers
+    pieces = _pieces(q.device, kv_heads * room * queries, shape["PAD"])
+    launch = {"M": queries, "N": sizes.tile, "GROUPS": groups, "STAGES": sizes.stages, "num_warps": sizes.warps}
+    rows = (found.groups, found.order, plan.tables, plan.table_rows)
+    kernel[(kv_heads, workers)](*pieces, *operands, *rows, room, *strides, *scales, **launch, **precision, **shape)
+    return (found.places, found.groups, *pieces, workers, room), {"SHARED_M": queries, "SHARED_N": sizes.tile, "GROUPS": groups}

@@ -2,13 +2,16 @@
 
 Every KV head has the same number of workers; a worker takes the same share of its head's tiles as the others, so a batch of short rows, one
 long row and any mix fill the device alike, and the grid depends on nothing but the device. A row whose tiles fall to several workers is put
-together by the last of them to arrive, in the order of the tiles. Called by attention.py of this package; launches nothing itself.
+together by the last of them to arrive, in the order of the tiles. Where attention_shared.py has taken the keys that rows share, the stream
+holds the others alone. Called by attention.py of this package; launches nothing itself.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from flatout.kernels.gpu.attention_shared import stream
 
 
 @triton.jit
@@ -29,6 +32,14 @@ def _members(rows, kv_lens, first, count, TILE: tl.constexpr, WINDOW: tl.constex
 
 
 @triton.jit
+def _fold(acc, top, weight, values, tops, weights):
+    """One state [M, PAD], [M], [M] more by the pieces beside it: [M, pieces, PAD] and [M, pieces]; those that are not there have -inf, 0 and 0."""
+    new = tl.maximum(top, tl.max(tops, 1))
+    fade, fades = tl.exp2(top - new), tl.exp2(tops - new[:, None])
+    return acc * fade[:, None] + tl.sum(values * fades[:, :, None], 1), new, weight * fade + tl.sum(weights * fades, 1)
+
+
+@triton.jit
 def _combine(states, partials, opener, pieces, keep, M: tl.constexpr, PAD: tl.constexpr, AT_ONCE: tl.constexpr):
     """The row's result from what its workers left, first tiles first. float32 [M, PAD], not yet divided by the float32 [M] beside it."""
     m, d = tl.arange(0, M), tl.arange(0, PAD)
@@ -44,16 +55,57 @@ def _combine(states, partials, opener, pieces, keep, M: tl.constexpr, PAD: tl.co
         weights = tl.load(states + at * 2 + 1, mask=there[None, :], other=0.0, cache_modifier=".cg")
         values = partials + at.to(tl.int64)[:, :, None] * PAD + d[None, None, :]
         values = tl.load(values, mask=there[None, :, None] & keep[:, None, :], other=0.0, cache_modifier=".cg")
-        new = tl.maximum(top, tl.max(tops, 1))
-        fade, fades = tl.exp2(top - new), tl.exp2(tops - new[:, None])
-        weight = weight * fade + tl.sum(weights * fades, 1)
-        acc = acc * fade[:, None] + tl.sum(values * fades[:, :, None], 1)
-        top = new
+        acc, top, weight = _fold(acc, top, weight, values, tops, weights)
     return acc, weight
 
 
+@triton.jit
+def _with_shared(
+    acc,
+    top,
+    weight,
+    partials,
+    states,
+    groups,
+    group,
+    place,
+    head,
+    workers,
+    room,
+    keep,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    PAD: tl.constexpr,
+    SHARED_M: tl.constexpr,
+    SHARED_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """A row's state and what attention_shared.py's workers left for it, the first tiles first. The row is at this place of this group."""
+    g, m, d = tl.arange(0, GROUPS), tl.arange(0, M), tl.arange(0, PAD)
+    items, lengths = stream(groups, GROUP, SHARED_M, SHARED_N, GROUPS)
+    share = (tl.sum(lengths) + workers - 1) // workers
+    tiles = (tl.load(groups + group * 4, cache_modifier=".cg") + SHARED_N - 1) // SHARED_N
+    packed = place * GROUP + m
+    begin = tl.sum(tl.where(g < group, lengths, 0)) + packed // SHARED_M * tiles
+    opener = begin // share
+    pieces = tl.where(m < GROUP, (begin + tiles - 1) // share - opener + 1, 0)
+    opener += head * room + tl.sum(tl.where(g < group, items, 0)) + packed // SHARED_M
+    for some in range(0, tl.max(pieces), AT_ONCE):
+        piece = some + tl.arange(0, AT_ONCE)
+        there = piece[None, :] < pieces[:, None]
+        at = (opener[:, None] + piece[None, :]) * SHARED_M + (packed % SHARED_M)[:, None]
+        tops = tl.load(states + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+        weights = tl.load(states + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        values = partials + at.to(tl.int64)[:, :, None] * PAD + d[None, None, :]
+        values = tl.load(values, mask=there[:, :, None] & keep[:, None, :], other=0.0, cache_modifier=".cg")
+        acc, top, weight = _fold(acc, top, weight, values, tops, weights)
+    return acc, top, weight
+
+
 @triton.jit(
-    do_not_specialize=["count", "table_stride"], do_not_specialize_on_alignment=["rows", "q_starts", "kv_lens", "tables", "table_rows"]
+    do_not_specialize=["count", "table_stride", "shared_workers", "shared_room"],
+    do_not_specialize_on_alignment=["rows", "q_starts", "kv_lens", "tables", "table_rows", "places", "groups"],
 )
 def decode(
     out,  # [T, heads * DIM]
@@ -62,12 +114,18 @@ def decode(
     v_cache,
     rows,  # int32 [count], or None: the rows are 0..count-1 and so are their tokens
     q_starts,  # int32 [R + 1]
-    kv_lens,  # int32 [R]
+    kv_lens,  # int32 [R]; with places, of each row's own keys alone
     tables,  # int32 [any, table_stride]
     table_rows,  # int32 [R]
     partials,  # float32 [kv_heads, workers, 2, M, PAD]
     states,  # float32 [kv_heads, workers, 2, M, 2]: greatest score and sum of weights of a piece
     arrivals,  # int32 [kv_heads, workers], zeros before and after
+    places,  # int32 [R, 3] as kernels/prefixes.py:Shared has it, or None: no row shares keys
+    groups,  # int32 [GROUPS, 4]
+    shared_partials,  # of attention_shared.py, whose workers, room and tiles these are
+    shared_states,
+    shared_workers,
+    shared_room,
     count,
     out_stride,
     q_stride,
@@ -87,6 +145,9 @@ def decode(
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    SHARED_M: tl.constexpr,
+    SHARED_N: tl.constexpr,
+    GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -122,6 +183,10 @@ def decode(
             token = tl.load(q_starts + row)
         length = tl.load(kv_lens + row)
         table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
+        shared = 0
+        if places is not None:
+            shared = tl.load(places + row * 3 + 2)
+            table += shared // BLOCK
         tiles = _tiles(length, TILE, WINDOW)
         low = tl.maximum(length - WINDOW, 0) if WINDOW else 0
         skipped = low // TILE
@@ -158,6 +223,30 @@ def decode(
         if PDL:  # noqa: SIM102 - the outer test is made when compiling
             if base + tiles >= end:
                 tl.extra.cuda.gdc_launch_dependents()
+        if places is not None:  # noqa: SIM102
+            if (first == 0) & (shared > 0):
+                group, place = tl.load(places + row * 3), tl.load(places + row * 3 + 1)
+                acc, top, weight = _with_shared(
+                    acc,
+                    top,
+                    weight,
+                    shared_partials,
+                    shared_states,
+                    groups,
+                    group,
+                    place,
+                    head,
+                    shared_workers,
+                    shared_room,
+                    keep,
+                    GROUP,
+                    M,
+                    PAD,
+                    SHARED_M,
+                    SHARED_N,
+                    GROUPS,
+                    AT_ONCE,
+                )
         to = out + tl.cast(token, tl.int64) * out_stride + inner
         if (first == 0) & (last == tiles):
             tl.store(to, (acc / weight[:, None]).to(out.dtype.element_ty), mask=keep)
