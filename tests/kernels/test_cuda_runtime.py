@@ -434,3 +434,17 @@ def test_a_mistake_is_shown_where_it_is(nvrtc, tmp_path):
     with pytest.raises(CudaError, match="sm_1a"):
         program.compile("sm_1a", (("WRONG", 1),))
     assert program.compile("sm_90a", (("WRONG", 1),)).startswith(b"\x7fELF")
+
+
+def test_a_device_that_could_do_more_is_told_so(monkeypatch):
+    from flatout.kernels import gpu
+    from flatout.kernels.gpu import device
+
+    hopper, ada = torch.device("cuda", 0), torch.device("cuda", 1)
+    monkeypatch.setattr(device, "facts", lambda d: device.Facts((9, 0) if d == hopper else (8, 9), 132, 1 << 17, True))
+    monkeypatch.setattr(cuda, "available", lambda d: False)
+    (line,) = gpu.lacking(hopper)
+    assert "NVRTC was not found" in line and "nvidia-cuda-nvrtc" in line
+    assert gpu.lacking(ada) == []
+    monkeypatch.setattr(cuda, "available", lambda d: True)
+    assert gpu.lacking(hopper) == []

@@ -63,6 +63,7 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
     torch.set_float32_matmul_precision("highest")  # float32 means float32: no TF32
     choices.open(cache_dir() / f"choices-{hardware.fingerprint()}-torch{torch.__version__}.json")
     seconds: dict[str, float] = {}
+    lacking: list[str] = []
     lap = time.perf_counter()
 
     def phase(name: str) -> None:
@@ -75,6 +76,7 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
     if hardware.capability is not None and hardware.capability >= (8, 0):  # what the kernels are written for
         gpu.load(cache_dir() / "cuda")
         phase("kernels")
+        lacking = gpu.lacking(device)
     decoder = Decoder(
         spec,
         dtype=dtype,
@@ -90,7 +92,7 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
     runner = Runner(decoder, backend, max_slots=seqs, max_blocks=max_blocks, block_size=block_size, device=device)
     captured = min(config.device.max_cudagraph_capture_size or 0, seqs) if backend.captures else 0
     graphs = DecodeGraphs(runner.executor, runner.slots, block_size, ladder(captured)) if captured else None
-    lines = report.lines()
+    lines = report.lines() + lacking
     if device.type == "cuda":
         decoder.bind(backend.allocate_kv(spec, 1, block_size, dtype, device))
         if backend.captures:

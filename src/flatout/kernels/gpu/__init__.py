@@ -9,6 +9,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 MODULES = ("attention", "embedding", "gate", "greedy", "inputs", "linear", "hopper", "moe", "norm", "prefixes", "rope", "sampling")
 
 
@@ -22,3 +24,17 @@ def load(cache: Path | None = None) -> bool:
     for module in MODULES:
         import_module(f"{__name__}.{module}")
     return True
+
+
+def lacking(device: torch.device) -> list[str]:
+    """A line for the user where kernels that this device could run are left out."""
+    if find_spec("triton") is None:
+        return ["kernels: torch's own, as Triton is not installed"]
+    from flatout.kernels.gpu.cuda import available
+    from flatout.kernels.gpu.device import facts
+
+    if facts(device).capability == (9, 0) and not available(device):
+        return [
+            "kernels: products of 5 to 512 rows are cuBLAS's, some 8 % of a decode step slower: NVRTC was not found (pip install nvidia-cuda-nvrtc)"
+        ]
+    return []
