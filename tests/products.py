@@ -6,7 +6,7 @@ Used by tests/kernels/test_linear_interpreted.py and tests/gpu/test_linear_gpu.p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -92,6 +92,44 @@ class Case:
         }  # fmt: skip
 
 
+def chain_holds(product: Callable[..., None], gated: Case, down: Case, rows: int, normed: bool) -> None:
+    """Products that read what the one before wrote, in a graph as one at a time: with dependent launches a missing wait shows as other bits.
+    product(out, x, weight, bias, ...) as both launchers of kernels/gpu have it; normed: it takes a norm's weight and eps after them."""
+    layers = []
+    for seed in range(8):
+        wide = replace(gated, rows=rows, outputs=1536, columns=1024, seed=seed).operands("cuda")
+        narrow = replace(down, rows=rows, outputs=1024, columns=1536, seed=seed).operands("cuda")
+        layers.append((wide, narrow))
+    stream = torch.zeros(rows, 1024, dtype=gated.dtype, device="cuda")
+    inner = torch.zeros(rows, 1536, dtype=gated.dtype, device="cuda")
+    start = torch.randn(rows, 1024, device="cuda").to(gated.dtype)
+
+    def forward(synchronous: bool) -> None:
+        for _ in range(6):
+            for wide, narrow in layers:
+                norm = (wide["norm"], EPS) if normed else ()
+                product(inner, stream, wide["weight"], None, *norm, activation="silu")
+                if synchronous:
+                    torch.cuda.synchronize()
+                # what is not normed grows with its square
+                product(stream, inner, narrow["weight"], None, scale=0.5 if normed else 0.02, add=True)
+                if synchronous:
+                    torch.cuda.synchronize()
+
+    stream.copy_(start)
+    forward(True)
+    expected = stream.clone()
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward(False)
+    for _ in range(20):
+        stream.copy_(start)
+        inner.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(stream, expected)
+
+
 def implementation(op: Op, name: str) -> Callable[..., None]:
     return next(i.run for i in op.implementations if i.name == name)
 
@@ -100,8 +138,9 @@ def close(found: Tensor, expected: Tensor, case: Case, rounded_rows: bool) -> No
     """To a unit in the last place (Triton's interpreter truncates, and so do sums in tensor cores). rounded_rows: normed rows pass the tensor cores in 16 bits."""
     found = found.double()
     digits = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 20}[torch.float32 if case.wide else case.dtype]
+    # a row's roundings add up at random: of four million sums some are six deviations off
     slack = 2.0**-digits + (
-        2.0 ** -(7 if case.dtype == torch.bfloat16 else 10)
+        1.5 * 2.0 ** -(7 if case.dtype == torch.bfloat16 else 10)
         if rounded_rows and "norm" in case.form
         else 2.0 ** -(17 if case.dtype == torch.float32 else 14)
     )

@@ -162,7 +162,7 @@ class LLM:
             raise RequestError("priority", f"{len(priority)} given for {len(several)} prompts")
         if priority is not None and self.config.scheduler.scheduling_policy != "priority":
             raise RequestError("priority", "does nothing under --scheduling-policy fcfs; use --scheduling-policy priority")
-        with _no_full_collection():
+        with _no_full_collection:
             prepared = [
                 self._prepare(prompt, p, priority=priority[i] if priority else 0, cache_salt=cache_salt)
                 for i, (prompt, p) in enumerate(zip(several, params))
@@ -252,12 +252,12 @@ class LLM:
         )
 
     def _admit(self, requests: list[Request], deltas: deque[StreamDelta] | None = None) -> list[_Live]:
+        def text_of(request: Request) -> SequenceText | None:
+            return SequenceText(self.tokenizer, request.params, request.prompt_ids) if self.tokenizer else None
+
+        lives = [_Live(request, text_of(request), deltas) for request in requests]
         self.engine.add(requests)
-        lives = []
-        for request in requests:
-            text = SequenceText(self.tokenizer, request.params, request.prompt_ids) if self.tokenizer else None
-            self._live[request.key] = live = _Live(request, text, deltas)
-            lives.append(live)
+        self._live.update((live.request.key, live) for live in lives)
         return lives
 
     def _step(self) -> tuple[int, list[_Live]]:
@@ -302,7 +302,7 @@ class LLM:
             lives = self._admit(requests, queue)
             while unfinished:
                 while not queue:
-                    with _no_full_collection():
+                    with _no_full_collection:
                         self._step()
                 delta = queue.popleft()
                 lives[delta.index].check()
@@ -386,16 +386,30 @@ def _interrupts_wait() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-@contextmanager
-def _no_full_collection() -> Iterator[None]:
+class _NoFullCollection:
     """Python's garbage collector looks at young objects only: a full pass takes 100 to 180 ms in a process that holds torch, while the device
-    runs dry. One that falls due comes when the run is over."""
-    before = gc.get_threshold()
-    gc.set_threshold(*before[:2], 2**31 - 1)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+    runs dry. One that falls due comes when the run is over: the last of them, where several threads drive an LLM each."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs = 0
+        self._before = gc.get_threshold()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._runs:
+                self._before = gc.get_threshold()
+                gc.set_threshold(*self._before[:2], 2**31 - 1)
+            self._runs += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._runs -= 1
+            if not self._runs:
+                gc.set_threshold(*self._before)
+
+
+_no_full_collection = _NoFullCollection()  # of this process, which has one collector
 
 
 def _is_conversation(prompt: Any) -> TypeGuard[Sequence[Message]]:

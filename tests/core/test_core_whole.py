@@ -60,6 +60,16 @@ def test_decodes_that_take_half_of_a_small_budget_starve_nobody():
     assert steps[:2] == [[*decodes, ("f", 4)], [*decodes, ("f", 1), ("g", 4)]]
 
 
+def test_those_of_a_better_rank_that_come_for_every_step_starve_nobody():
+    loop = Loop(scheduler(num_blocks=512, policy="priority", enable_prefix_caching=False), ahead=False)
+    low = request("low", prompts(50)[0], priority=1)
+    loop.scheduler.add([low])
+    for i in range(4):
+        loop.scheduler.add([request(f"high{i}", prompts(40)[0], max_tokens=1)])
+        loop.step()
+    assert [dict(zip((r.id for r in plan.requests), plan.counts.tolist())).get("low") for plan in loop.plans] == [None, 24, 24, 2]
+
+
 @pytest.mark.parametrize("budget", [1, 2, 7, 64])
 @given(st.data())
 def test_what_waits_is_held_whole_by_the_next_step_and_the_step_is_half_full(budget, data):
@@ -103,13 +113,15 @@ def one_trace(seed, budget, num_blocks, ahead, policy):
             assert plan.admitted[0] is promised
             whole = plan.samples[old] or plan.starts[old] + plan.counts[old] == len(promised.prompt_ids)
             assert whole or core.blocks.evictions > evictions, "it is cut all the same, with no less of it cached"
-        used = np.cumsum(plan.counts) - plan.counts
+        last, used = promised, np.cumsum(plan.counts) - plan.counts
         for row, r in enumerate(plan.admitted, old):
             if not plan.samples[row] and r.params.max_tokens:
                 rest = r.num_tokens - int(plan.starts[row])
-                assert 2 * used[row] < budget or rest > budget - row, "cut, though the next step would have held it whole"
+                kept = r is last and policy == "priority"  # by the step before; one of a better rank came between
+                assert kept or 2 * used[row] < budget or rest > budget - row, "cut, though the next step would have held it whole"
         waits = "budget" in plan.waiting and plan.num_tokens < budget
         promised = core._waiting.first.request if waits else None
+        assert promised is None or promised is not last, "it is kept twice running"
         deferred += waits
         evictions = core.blocks.evictions
         assert not waits or 2 * plan.num_tokens >= budget

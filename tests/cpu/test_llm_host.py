@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from checkpoints import make
 
 from flatout import LLM, SamplingParams
+from flatout.llm import _no_full_collection
 from flatout.request import RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -71,6 +74,25 @@ def test_no_full_collection_while_the_device_works(llm, monkeypatch):
     with pytest.raises(RequestError):
         llm.generate([ids(9), [-1]], GREEDY)
     assert gc.get_threshold() == before and not llm._live
+
+
+def test_full_collections_come_back_when_the_last_of_several_threads_is_done():
+    """Two LLMs in two threads: the one that began first ends first."""
+    before, both, one_left = gc.get_threshold(), threading.Event(), threading.Event()
+
+    def second() -> None:
+        with _no_full_collection:
+            both.set()
+            one_left.wait()
+            assert gc.get_threshold()[2] > 10**6
+
+    with ThreadPoolExecutor(1) as pool:
+        with _no_full_collection:
+            other = pool.submit(second)
+            both.wait()
+        one_left.set()
+        other.result()
+    assert gc.get_threshold() == before
 
 
 def test_an_llm_that_is_dropped_is_gone_without_the_collector(llm):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from products import OPS, Case, close, implementation
+from products import OPS, Case, chain_holds, close, implementation
 
 if not torch.cuda.is_available():  # before triton is imported: tests/kernels choose its interpreter
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -41,7 +41,7 @@ def twice(case: Case) -> None:
     run = implementation(OPS[case.form], "skinny")
     operands = case.arguments(given)
     accepts = next(i.accepts for i in OPS[case.form].implementations if i.name == "skinny")
-    assert accepts(*operands)
+    assert accepts(*operands) or case.columns > gpu.LONG_COLUMNS  # which it leaves to hopper.py's where that is
     again = {name: t if t is None else t.clone() for name, t in given.items()}
     run(*operands)
     close(given["out"], expected, case, rounded_rows=case.rows > gpu.VECTOR_ROWS)
@@ -86,38 +86,7 @@ def test_random_shapes_and_blocks():
 
 @pytest.mark.parametrize("rows", [1, 4, 7, gpu.MOST_ROWS])
 def test_a_chain_in_a_graph_equals_one_step_at_a_time(rows):
-    """Every product reads what the one before wrote: with dependent launches a missing wait shows as other bits."""
-    layers = []
-    for seed in range(8):
-        gated = replace(QWEN2_7B[2], rows=rows, outputs=1536, columns=1024, seed=seed).operands("cuda")
-        down = replace(QWEN2_7B[3], rows=rows, outputs=1024, columns=1536, seed=seed).operands("cuda")
-        layers.append((gated, down))
-    stream = torch.zeros(rows, 1024, dtype=BF16, device="cuda")
-    inner = torch.zeros(rows, 1536, dtype=BF16, device="cuda")
-    start = torch.randn(rows, 1024, device="cuda").to(BF16)
-
-    def forward(synchronous: bool) -> None:
-        for _ in range(6):
-            for gated, down in layers:
-                gpu.product(inner, stream, gated["weight"], None, gated["norm"], 1e-6, activation="silu")
-                if synchronous:
-                    torch.cuda.synchronize()
-                gpu.product(stream, inner, down["weight"], None, scale=0.5, add=True)
-                if synchronous:
-                    torch.cuda.synchronize()
-
-    stream.copy_(start)
-    forward(True)
-    expected = stream.clone()
-    assert expected.isfinite().all()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        forward(False)
-    for _ in range(20):
-        stream.copy_(start)
-        inner.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(stream, expected)
+    chain_holds(gpu.product, QWEN2_7B[2], QWEN2_7B[3], rows, normed=True)
 
 
 def invariant(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

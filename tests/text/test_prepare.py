@@ -17,6 +17,19 @@ class Kind(IntEnum):
     BOS = 1
 
 
+class Like5:
+    """Calls itself an integer, and adds up as one."""
+
+    def __index__(self):
+        return 5
+
+    def __radd__(self, other):
+        return other + 5
+
+    def __repr__(self):
+        return "5"
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return Tokenizer(byte_level_backend(), special={"bos_token": "<|bos|>", "eos_token": "<|eos|>"})
@@ -68,6 +81,8 @@ def test_text_ids_and_objects(tokenizer):
         ([5, "a"], "position 1 must be a token id, got 'a'"),
         ([5, False, 7], "position 1 must be a token id, got False"),
         ([5, np.int64(6)], "position 1 must be a token id, got np.int64(6)"),
+        ([300, np.uint8(3)], "position 1 must be a token id, got np.uint8(3)"),
+        ([5, Like5()], "position 1 must be a token id, got 5"),
         ([5, 2**40], "token id 1099511627776 at position 1 is outside the vocabulary of 600"),
         ([600], "token id 600 at position 0"),
         (5, "must be text or a list of token ids, got int"),

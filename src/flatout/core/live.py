@@ -29,6 +29,7 @@ class Live:
     opened: bool = False  # had its first Output
     owed: bool = False  # preempted while a token of it was in flight
     declined: int = -1  # BlockPool.releases when it last found too few blocks
+    kept: int = -2  # the step that last left it for the next one, to go whole; at first none, nor the one before the first
 
     def place(self) -> tuple[tuple[float, ...], int]:
         """In both lines. Of one rank nobody overtakes, so a preempted one is older than all who wait and stands before them."""

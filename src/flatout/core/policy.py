@@ -33,6 +33,7 @@ def kept_whole(rest: int, left: int, budget: int, decodes: int) -> bool:
 
     It loses nothing: cut or whole, it has its first token from the next step, which takes it, as nobody of its rank overtakes it and of
     those who run by then each has but one token to compute. Dense attention takes a prompt that is whole, and none that is cut oddly.
+    Those of a better rank may come for every step, so nobody is kept twice running: the scheduler's to see to.
     """
     return rest <= budget - decodes and 2 * (budget - left) >= budget
 

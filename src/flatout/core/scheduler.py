@@ -295,8 +295,12 @@ class Scheduler:
             self._publish_latest(draft.published)
             shared = self.prefix.match(request, live.top, (request.num_tokens - 1) // self.block_size)
         rest, decodes = request.num_tokens - len(shared) * self.block_size, len(draft.rows) + len(draft.admitted)
-        if rest > left and (not self.chunked or kept_whole(rest, left, self.budget, decodes)):
-            return "budget", []
+        if rest > left:
+            if not self.chunked:
+                return "budget", []
+            if live.kept != self._steps - 1 and kept_whole(rest, left, self.budget, decodes):
+                live.kept = self._steps
+                return "budget", []
         # Blocks for all known tokens at once: half a prompt is of no use. And one to spare for each running request: else their next
         # blocks would cost this one its place, and its prompt would be computed twice.
         lack = self._blocks_for(request.num_tokens) - len(shared) + running
