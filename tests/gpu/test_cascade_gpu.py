@@ -68,7 +68,7 @@ def test_the_kernel_for_other_devices(monkeypatch):
     """Not in Hopper's instructions."""
     from flatout.kernels.gpu import attention as launches
 
-    monkeypatch.setattr(launches, "_hopper_shared", lambda capability: None)
+    monkeypatch.setattr(launches, "_hopper", lambda capability, name: None)
     for heads in HEADS[:2]:
         for rows in COMPANIES.values():
             holds(case_with(*rows, heads))

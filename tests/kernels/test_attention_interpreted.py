@@ -139,7 +139,7 @@ def test_hopper_kernel_in_a_standin(monkeypatch, band, sizes):
 
     from flatout.kernels.gpu.attention_hopper import prefill
 
-    monkeypatch.setattr(gpu, "_hopper_prefill", lambda capability: launcher(prefill))
+    monkeypatch.setattr(gpu, "_hopper", lambda capability, name: launcher({"prefill": prefill}[name]))
     monkeypatch.setattr(gpu, "hopper_sizes", lambda width, queries: gpu.Sizes(*sizes))
     monkeypatch.setattr(backends, "SMALL", 16 * sizes[2])
     edges = [(sizes[0] - 2, 2), (sizes[0] - 1, 30), (sizes[0], 1), (2 * sizes[0] - 2, 25)]

@@ -87,7 +87,7 @@ def test_hopper_kernel_in_a_standin(monkeypatch, softcap):
 
     from flatout.kernels.gpu.attention_hopper import shared
 
-    monkeypatch.setattr(gpu, "_hopper_shared", lambda capability: launcher(shared))
+    monkeypatch.setattr(gpu, "_hopper", lambda capability, name: launcher({"shared": shared}[name]))
     monkeypatch.setattr(gpu, "shared_sizes", lambda width, exact, hopper, device: (64, gpu.Sizes(32, 2, 4)))
     for keys, heads in ((28, (7, 1, 64)), (36, (3, 1, 64)), (160, (6, 2, 48))):
         holds(shared_case([(11, keys), (2, 4), (3, 32)], [1 + 3 * (i % 7) for i in range(17)], heads, torch.float16, softcap=softcap))

@@ -444,7 +444,7 @@ def test_a_device_that_could_do_more_is_told_so(monkeypatch):
     monkeypatch.setattr(device, "facts", lambda d: device.Facts((9, 0) if d == hopper else (8, 9), 132, 1 << 17, True))
     monkeypatch.setattr(cuda, "available", lambda d: False)
     (line,) = gpu.lacking(hopper)
-    assert "NVRTC was not found" in line and "nvidia-cuda-nvrtc" in line
+    assert "no NVRTC was found" in line and "nvidia-cuda-nvrtc" in line
     assert gpu.lacking(ada) == []
     monkeypatch.setattr(cuda, "available", lambda d: True)
     assert gpu.lacking(hopper) == []

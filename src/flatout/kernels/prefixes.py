@@ -7,6 +7,7 @@ worth while is the backend's to say (attention/triton.py), which makes the buffe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,31 +35,11 @@ def shared_of(rows: int, device: torch.device) -> Shared:
     return Shared(own, places, groups, order)
 
 
-def _cost(
-    own: Tensor,
-    places: Tensor,
-    groups: Tensor,
-    order: Tensor,
-    tables: Tensor,
-    table_rows: Tensor,
-    kv_lens: Tensor,
-    depth: Tensor,
-    block_size: int,
-) -> Cost:
+def _cost(own: Tensor, places: Tensor, groups: Tensor, order: Tensor, tables: Tensor, table_rows: Tensor, kv_lens: Tensor, *_: Any) -> Cost:
     return Cost(activations=nbytes(own, places, groups, order, table_rows, kv_lens))
 
 
-def _key(
-    own: Tensor,
-    places: Tensor,
-    groups: Tensor,
-    order: Tensor,
-    tables: Tensor,
-    table_rows: Tensor,
-    kv_lens: Tensor,
-    depth: Tensor,
-    block_size: int,
-) -> tuple[str]:
+def _key(own: Tensor, *_: Any) -> tuple[str]:
     return (own.device.type,)
 
 

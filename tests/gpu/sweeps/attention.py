@@ -54,7 +54,7 @@ TILES = {  # kernel, queries, keys, stages, warps
     SMALL: [("hopper", 128, 128, 2, 8), ("hopper", 128, 64, 2, 8), ("hopper", 64, 64, 2, 4), ("hopper", 64, 64, 3, 4),
             ("hopper", 64, 128, 2, 4), ("plain", 128, 64, 3, 8), ("plain", 64, 64, 3, 4)],
 }  # fmt: skip
-KERNELS = ("hopper", "plain") if launches._hopper_prefill(facts(CUDA).capability) else ("plain",)
+KERNELS = ("hopper", "plain") if launches._hopper(facts(CUDA).capability, "prefill") else ("plain",)
 CHECKED = [(n, 1) for n in (0, 62, 63, 64, 500, 1300, 127, 5)], [(0, 300), (100, 1), (63, 65), (500, 40), (0, 18)]
 RECORD: dict[str, float] = {}
 
@@ -74,7 +74,7 @@ def using(variant: tuple | None):
     changes = [(launches, name, lambda *_: chosen) for name in ("hopper_sizes", "prefill_sizes")]
     changes += [(planning, name, queries) for name in ("SMALL", "LARGE")]
     if kernel == "plain":
-        changes.append((launches, "_hopper_prefill", lambda capability: None))
+        changes.append((launches, "_hopper", lambda capability, name: None))
     return patched(*changes)
 
 

@@ -35,6 +35,6 @@ def lacking(device: torch.device) -> list[str]:
 
     if facts(device).capability == (9, 0) and not available(device):
         return [
-            "kernels: products of 5 to 512 rows are cuBLAS's, some 8 % of a decode step slower: NVRTC was not found (pip install nvidia-cuda-nvrtc)"
+            "kernels: products of 5 to 512 rows are cuBLAS's, some 8 % of a decode step slower: no NVRTC was found that compiles (pip install nvidia-cuda-nvrtc)"
         ]
     return []

@@ -1,8 +1,7 @@
 """Kernels compiled ahead, by as many processes as there are cores: the first start of a model on a machine meets dozens, a second each.
 
 collect() runs code with every launch left out and notes what would be compiled; compile_all() compiles it in forked children, which leave it
-in the caches on disk, Triton's and cuda.py's. Threads are no help: Triton compiles under Python's lock, NVRTC under its own. Called by
-runner/build.py.
+in the caches on disk, Triton's and cuda.py's. Threads are no help: Triton compiles under Python's lock. Called by runner/build.py.
 """
 
 from __future__ import annotations

@@ -89,14 +89,6 @@ def _hopper(capability: tuple[int, int], name: str) -> Any:
     return getattr(attention_hopper, name)
 
 
-def _hopper_prefill(capability: tuple[int, int]) -> Any:
-    return _hopper(capability, "prefill")
-
-
-def _hopper_shared(capability: tuple[int, int]) -> Any:
-    return _hopper(capability, "shared")
-
-
 @cache
 def _pieces(device: torch.device, pieces: int, state: int) -> tuple[Tensor, Tensor]:
     """Partials and states of the kernel for what rows share. One stream uses them at a time."""
@@ -160,7 +152,7 @@ def _paged(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Atten
             **launch, **band, **precision, **shape,
         )  # fmt: skip
     if plan.num_tiles:
-        kernel = None if exact else _hopper_prefill(device.capability)
+        kernel = None if exact else _hopper(device.capability, "prefill")
         if kernel is not None:
             sizes, precision = hopper_sizes(width, plan.tile_queries), {}
         else:
@@ -177,7 +169,7 @@ def _shared(
     q, k_cache, _ = operands
     device, (_, kv_heads, _), groups = facts(q.device), k_cache.shape, found.groups.shape[0]
     exact = q.dtype == torch.float32
-    kernel, precision = None if exact else _hopper_shared(device.capability), {}
+    kernel, precision = None if exact else _hopper(device.capability, "shared"), {}
     queries, sizes = shared_sizes(shape["PAD"] * q.element_size(), exact, kernel is not None, device)
     if kernel is None:
         kernel, precision = shared, {"PRECISION": "ieee" if exact else None}

@@ -237,7 +237,7 @@ class Program:
         return kernel
 
     def compile(self, architecture: str, variant: Variant) -> bytes:
-        """Machine code, from disk if it is there. Needs no GPU. Threads are no help, NVRTC lets one compile at a time; ahead.py forks."""
+        """Machine code, from disk if it is there. Needs no GPU."""
         text = self.source if isinstance(self.source, str) else self.source(**dict(variant))
         macros = [f"-D{name}={value}" for name, value in sorted(variant)]
         options = [f"--gpu-architecture={architecture}", "--std=c++17", "-default-device", *self.options, *macros]

@@ -138,7 +138,6 @@ def product(
         GATE=GATES[activation],
         ADD=int(add),
         BF16=int(x.dtype == torch.bfloat16),
-        PDL=1,
     )
     if kernel is None:
         return

@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WGS + 1), 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   cluster_meet();
-  if (PDL) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == WGS) {
@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WGS + 1), 1)
         barrier_expect(full + 8 * step, STAGE);
         weights(step, begin + step, output);
       }
-      if (PDL) asm volatile("griddepcontrol.wait;" ::: "memory");
+      asm volatile("griddepcontrol.wait;" ::: "memory");
       step = 0;
       for (int unit = first; unit < work.units; unit += clusters) {
         work.at(unit, rank, row, output);
@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WGS + 1), 1)
 #if WGS == 2
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 #endif
-    if (PDL) asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const int line = warpgroup * 64 * MB + (thread / 32) * 16 + lane / 4, pair = (lane % 4) * 2;
     int step = 0;

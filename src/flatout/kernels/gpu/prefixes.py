@@ -104,21 +104,7 @@ def _arrange(
     tl.store(places + row * 3 + 2, shared, mask=there)
 
 
-def _accepts(
-    own: Tensor,
-    places: Tensor,
-    groups: Tensor,
-    order: Tensor,
-    tables: Tensor,
-    table_rows: Tensor,
-    kv_lens: Tensor,
-    depth: Tensor,
-    block_size: int,
-) -> bool:
-    return own.is_cuda
-
-
-@shared_prefixes.implementation("triton", _accepts)
+@shared_prefixes.implementation("triton", lambda own, *_: own.is_cuda)
 def shared_prefixes_triton(
     own: Tensor,
     places: Tensor,
