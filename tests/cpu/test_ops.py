@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.kernels import op as op_module
+from flatout.kernels import timing
 from flatout.kernels.activation import add_gated, gate_mul
 from flatout.kernels.embedding import embedding, gather_rows
 from flatout.kernels.linear import linear, linear_add, norm_gated, norm_linear
@@ -272,6 +273,16 @@ def fresh_choices(monkeypatch):
     monkeypatch.setattr(op_module, "choices", op_module.Choices())
 
 
+def test_what_an_implementation_is_instead_of_is_no_candidate():
+    calls = []
+    double = make_op(last_resort=True)
+    double.implementation("plain", lambda out, x: True)(lambda out, x: calls.append("plain"))
+    double.implementation("better", lambda out, x: len(x) > 2, instead_of="plain")(lambda out, x: calls.append("better"))
+    double(torch.empty(4), torch.ones(4))
+    double(torch.empty(2), torch.ones(2))
+    assert calls == ["better", "plain"], "neither was measured"
+
+
 def test_the_faster_implementation_is_chosen_once_and_kept(tmp_path):
     calls = []
 
@@ -291,7 +302,7 @@ def test_the_faster_implementation_is_chosen_once_and_kept(tmp_path):
     op_module.choices.open(tmp_path / "choices.json")
     out, x = torch.empty(4), torch.ones(4)
     double(out, x)
-    assert (out == 2).all() and calls.count("slow") == op_module.TRIALS and calls[-1] == "fast"
+    assert (out == 2).all() and calls.count("slow") == timing.TRIALS + 1 and calls[-1] == "fast"
     calls.clear()
     double(out, x)
     assert calls == ["fast"]

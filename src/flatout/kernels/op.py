@@ -11,20 +11,18 @@ import inspect
 import json
 import os
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-TRIALS, WARMING = 9, 2  # timings of each candidate, of which the first are not counted
-CALLS = 4  # in each of them on a GPU
+from flatout.kernels.timing import medians
+
 # so near to the best, the implementation that was registered last is taken on a GPU: the most special one, which overlaps with the kernels
 # beside it as no trial shows (H200, a layer of a 7B model at batch 8: fused norms seem 2 % slower alone and are 2 % faster in the step)
 TIE = 1.05
@@ -57,6 +55,7 @@ class Implementation:
     name: str
     run: Callable[..., None]
     accepts: Callable[..., bool]  # may depend on nothing but what the op's key holds
+    instead_of: str | None = None  # the implementation that is no candidate where this one accepts
 
 
 @dataclass(slots=True)
@@ -105,8 +104,12 @@ def recording(execute: bool = True) -> Iterator[Recorder]:
 
 
 def shape_class(n: int) -> int:
-    """Row counts that behave alike: exact to 4, then the next power of two. Keys with it keep the number of measurements small."""
-    return n if n <= 4 else 1 << (n - 1).bit_length()
+    """Row counts that behave alike: exact to 4, then the next power of two; from 129 to 1,024, where tiles of 64 and 128 rows tell most, also
+    three quarters of it. Keys with it keep the number of measurements small."""
+    if n <= 4:
+        return n
+    most = 1 << (n - 1).bit_length()
+    return most // 4 * 3 if 256 <= most <= 1024 and n <= most // 4 * 3 else most
 
 
 def default_key(*args: Any) -> tuple[Any, ...]:
@@ -142,11 +145,13 @@ class Op:
         self.__doc__ = reference.__doc__
         self._chosen: dict[tuple[Any, ...], Callable[..., None]] = {}
 
-    def implementation(self, name: str, accepts: Callable[..., bool]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Register a fast path. It declines operands for which accepts() is false."""
+    def implementation(
+        self, name: str, accepts: Callable[..., bool], instead_of: str | None = None
+    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Register a fast path. It declines operands for which accepts() is false; what it is instead of need not be measured beside it."""
 
         def register(run: Callable[..., None]) -> Callable[..., None]:
-            self.implementations.append(Implementation(name, run, accepts))
+            self.implementations.append(Implementation(name, run, accepts, instead_of))
             return run
 
         return register
@@ -171,7 +176,9 @@ class Op:
         return run(*args)
 
     def _choose(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., None]:
-        accepting = {i.name: i.run for i in self.implementations if i.accepts(*args)}
+        able = [i for i in self.implementations if i.accepts(*args)]
+        replaced = {i.instead_of for i in able}
+        accepting = {i.name: i.run for i in able if i.name not in replaced}
         if self.invariant_index is not None and args[self.invariant_index] and not accepting:
             raise RuntimeError(f"{self.name}: none of its implementations can give a row the same bits in any company, for {key}")
         if not (self.last_resort and accepting):
@@ -195,19 +202,11 @@ class Op:
         copies = {id(args[i]): args[i].clone() for i in self.out_indices if id(args[i]) in read}
         trial = tuple(copies.get(id(a), a) for a in args)
         device = trial[self.out_indices[0]].device
-        runs = {name: partial(run, *trial) for name, run in candidates.items()}
-        timed = _captured(runs, device) if device.type == "cuda" else {name: partial(_seconds, run) for name, run in runs.items()}
-        times: dict[str, list[float]] = {name: [] for name in candidates}
-        for _ in range(TRIALS):  # in turns: a disturbance hits all alike
-            for name, time_one in timed.items():
-                times[name].append(time_one())
-        medians = {name: sorted(each[WARMING:])[(TRIALS - WARMING) // 2] for name, each in times.items()}
-        best = min(medians.values())
-        return (
-            [name for name, median in medians.items() if median <= TIE * best][-1]
-            if device.type == "cuda"
-            else min(medians, key=medians.__getitem__)
-        )
+        seconds = medians({name: partial(run, *trial) for name, run in candidates.items()}, device)
+        best = min(seconds.values())
+        if device.type == "cuda":
+            return [name for name, median in seconds.items() if median <= TIE * best][-1]
+        return min(seconds, key=seconds.__getitem__)
 
 
 def op(
@@ -224,43 +223,6 @@ def op(
     last_resort: the reference is written for reading and runs only where no implementation accepts; else it competes.
     """
     return lambda reference: Op(reference, cost, outs, updates, key, last_resort)
-
-
-def _seconds(call: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
-
-
-def _captured(runs: Mapping[str, Callable[[], None]], device: torch.device) -> dict[str, Callable[[], float]]:
-    """How to time each run on a GPU: in a graph, as most steps run it, behind reads that leave nothing of its weights in the cache, as other
-    layers do. A launch's cost on the host, which a queue of work hides, so does not count."""
-    elsewhere = torch.zeros(torch.cuda.get_device_properties(device).L2_cache_size // 4, dtype=torch.int64, device=device)
-    for run in runs.values():
-        run()  # compiles, and makes what it keeps
-    graphs: dict[str, Callable[[], float]] = {}
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for name, run in runs.items():
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin()
-            for _ in range(CALLS):
-                elsewhere.sum()
-                run()
-            graph.capture_end()
-            graphs[name] = partial(_replay_seconds, graph)
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return graphs
-
-
-def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
 
 
 class Choices:

@@ -33,6 +33,7 @@ from flatout.step import StepPlan
 # what captured steps take: 36 of a 7B model 0.15 GiB on an H200, where libraries were loaded before
 BYTES_BESIDE, BYTES_A_GRAPH = 256 << 20, 8 << 20
 MOST_WARMED = 64  # rows: beyond, implementations no longer differ
+CUT_OTHERWISE = {128, 192, 256, 384, 512, 768}  # rows beyond it for which a GPU's products are further kernels
 
 
 @dataclass(slots=True)
@@ -151,8 +152,10 @@ def _compile_ahead(runner: Runner, graphs: DecodeGraphs | None, name: str, longe
         with collect() as wanted:
             for rows, tokens in ((1, 1), (1, budget), (seqs, budget)):
                 _warm_step(runner, longest, rows, tokens, logprobs=True)
+            for start, tokens in _long_chunks(longest, budget):
+                _warm_step(runner, longest, 1, tokens, start=start)
             if graphs is not None:
-                for size in sorted({shape_class(n) for n in graphs.sizes if n <= MOST_WARMED} & set(graphs.sizes)):
+                for size in sorted(({shape_class(n) for n in graphs.sizes if n <= MOST_WARMED} | CUT_OTHERWISE) & set(graphs.sizes)):
                     graphs.rehearse(size)
                 if graphs.backend.cascades:  # its first step of the kind then waits for a capture alone
                     graphs.rehearse(graphs.sizes[-1], cascade=True)
@@ -161,7 +164,7 @@ def _compile_ahead(runner: Runner, graphs: DecodeGraphs | None, name: str, longe
     failed = compile_all(wanted, threads)
     if not failed:
         choices.put(name, "compiled")
-    line = f"kernels: {len(wanted)} compiled in {time.perf_counter() - begin:.1f} s; the next start finds them"
+    line = f"kernels: {len(wanted.kernels)} compiled in {time.perf_counter() - begin:.1f} s; the next start finds them"
     return [line + (f" ({failed} compiling processes failed: their kernels are compiled as they are met)" if failed else "")]
 
 

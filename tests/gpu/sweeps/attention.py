@@ -32,7 +32,7 @@ from flatout.batch import ForwardBatch, HostBatch
 from flatout.kernels.attention import LongChunks
 from flatout.kernels.gpu import attention as launches
 from flatout.kernels.gpu.device import facts
-from flatout.kernels.op import CALLS, TRIALS, WARMING, _captured
+from flatout.kernels.timing import medians
 
 BIG, SMALL = (28, 4, 128), (32, 8, 64)  # heads, KV heads, head_dim
 BLOCK, TOKENS = 16, 1_200_000
@@ -287,11 +287,9 @@ def long_chunks(caches: Caches) -> None:
         outs = {name: torch.empty(new, q.shape[1], device=CUDA, dtype=BF16) for name in ("triton", "cudnn")}
         try:
             runs = {name: partial(implementation(name), out, q, k, v, work, BIG[2] ** -0.5, 0.0) for name, out in outs.items()}
-            timed = _captured(runs, CUDA)
-            taken = {name: sorted([one() for _ in range(TRIALS)][WARMING:]) for name, one in timed.items()}
             cells = []
-            for name, seconds in taken.items():
-                RECORD[f"{before}+{new} {name} ms"] = ms = seconds[len(seconds) // 2] / CALLS * 1e3
+            for name, seconds in medians(runs, CUDA).items():
+                RECORD[f"{before}+{new} {name} ms"] = ms = seconds * 1e3
                 cells.append(f"{name} {ms:.3f}")
             furthest = (outs["triton"].float() - outs["cudnn"].float()).abs().max().item()
             print(f"{before}+{new} ms: " + ", ".join(cells) + f"; furthest apart {furthest:.3g} of {outs['triton'].abs().max().item():.3g}")

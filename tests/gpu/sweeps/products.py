@@ -1,6 +1,6 @@
 """Tiles of hopper_product.cu beside cuBLAS's products: how `tiles` of kernels/gpu/hopper.py was chosen, to be run again on another chip.
 
-Run from the repository's root: `PYTHONPATH=src:tests python tests/gpu/sweeps/products.py [--rows 8,64,128,256,512]`, under a minute. For each
+Run from the repository's root: `PYTHONPATH=src:tests python tests/gpu/sweeps/products.py [--rows 8,64,128,192]`, under a minute. For each
 product of Qwen2-7B and number of rows: the floor, cuBLAS with what must follow it (gate, residual), and every cut of CUTS and its neighbours
 that fits; microseconds, operations a second, bytes of weight a second. `tiles` is marked. Results are checked against float32 on the way.
 """
@@ -29,18 +29,17 @@ ADDED, GATED = ("down", "o"), ("gate_up",)
 
 
 def cuts(rows: int, outputs: int, gated: bool) -> Iterator[Tiles]:
-    """What `tiles` says, then neighbours: widths, what is shared, and stages."""
+    """What `tiles` says, then neighbours: widths and clusters."""
     device = facts(CUDA)
-    chosen = tiles(rows, outputs, gated, device)
+    chosen = tiles(-(-rows // 64), outputs, gated, device)
     yield chosen
-    seen = {chosen}
-    for width in (chosen.weight, chosen.weight - 16, chosen.weight + 16, chosen.weight // 32 * 16, chosen.weight * 2):
-        for cluster, share in ((1, "nothing"), (2, "rows"), (2, "weight"), (2, "columns"), (4, "columns")):
-            cut = hopper._stages(replace(chosen, weight=width, cluster=cluster, share=share, stages=1), device)
-            whole = width % (16 * (2 if gated else 1) * (cluster if share == "weight" else 1)) == 0 and cut.rows // cluster % 8 == 0
-            sums = cut.rows * (width + 4) * 4 if share == "columns" else 0
-            fits = 16 <= width <= (160 if cut.blocks == 2 else 256) and cut.stages > 1 and sums <= cut.stages * (cut.rows + width) * 128
-            if whole and fits and cut not in seen:
+    seen, unit = {chosen}, 16 if gated else 8
+    for width in (chosen.weight, chosen.weight - unit, chosen.weight + unit, chosen.weight // 2 // unit * unit, chosen.weight * 2):
+        for cluster in (1, 2, 4, 8):
+            cut = hopper._stages(replace(chosen, weight=width, cluster=cluster, stages=1), device)
+            sums = cut.rows * (width + 4) * 4 if cluster > 1 else 0
+            fits = unit <= width <= (160 if cut.warpgroups == 3 else 240) and cut.stages > 1
+            if fits and sums <= cut.stages * (cut.rows + width) * 128 and cut not in seen:
                 seen.add(cut)
                 yield cut
 
@@ -95,7 +94,7 @@ def sweep(name: str, rows: int, record: dict) -> None:
             wrong = "" if worst < 0.02 else f"  WRONG by {worst:.3f}"
             print(
                 f"  {'*' if i == 0 else ' '} {us:8.1f} us {operations / us / 1e6:5.0f} TFLOP/s {read / us / 1e6:5.2f} TB/s  {cut.rows} x {cut.weight}, "
-                f"{cut.stages} stages, {cut.cluster} share {cut.share}{wrong}",
+                f"{cut.stages} stages, {cut.cluster} share the columns{wrong}",
                 flush=True,
             )
         except Exception as error:
@@ -104,7 +103,7 @@ def sweep(name: str, rows: int, record: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--rows", default="8,64,128,256,512", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--rows", default="8,64,128,192", type=lambda text: [int(n) for n in text.split(",")])
     asked = parser.parse_args()
     gpu.load()
     torch.backends.cuda.matmul.allow_tf32 = False

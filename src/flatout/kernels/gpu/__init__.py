@@ -11,7 +11,21 @@ from pathlib import Path
 
 import torch
 
-MODULES = ("attention", "embedding", "gate", "greedy", "inputs", "linear", "hopper", "moe", "norm", "prefixes", "rope", "sampling")
+MODULES = (
+    "attention",
+    "embedding",
+    "gate",
+    "greedy",
+    "inputs",
+    "linear",
+    "blaslt",
+    "hopper",
+    "moe",
+    "norm",
+    "prefixes",
+    "rope",
+    "sampling",
+)
 
 
 def load(cache: Path | None = None) -> bool:
@@ -35,6 +49,6 @@ def lacking(device: torch.device) -> list[str]:
 
     if facts(device).capability == (9, 0) and not available(device):
         return [
-            "kernels: products of 5 to 512 rows are cuBLAS's, some 8 % of a decode step slower: no NVRTC was found that compiles (pip install nvidia-cuda-nvrtc)"
+            "kernels: products of 5 to 192 rows are cuBLAS's, some 8 % of a decode step slower: no NVRTC was found that compiles (pip install nvidia-cuda-nvrtc)"
         ]
     return []

@@ -153,8 +153,7 @@ def decode(
 ):
     """Grid (kv_heads, workers)."""
     head, worker, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    # lengths and tables are there before the kernel before has ended: embedding.py's, the first of a step, sees to it
     total = 0
     for first in range(0, count, ROWS):
         total += tl.sum(_members(rows, kv_lens, first, count, TILE, WINDOW, ROWS))
@@ -191,12 +190,14 @@ def decode(
         low = tl.maximum(length - WINDOW, 0) if WINDOW else 0
         skipped = low // TILE
         first, last = begin - base, tl.minimum(tiles, end - base)
+        position = (skipped + first) * TILE + t
+        blocks = tl.load(table + position // BLOCK, mask=position < length, other=0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         query = tl.load(q + tl.cast(token, tl.int64) * q_stride + inner, mask=keep, other=0.0)
         acc = tl.zeros((M, PAD), tl.float32)
         top = tl.full((M,), float("-inf"), tl.float32)
         weight = tl.zeros((M,), tl.float32)
-        position = (skipped + first) * TILE + t
-        blocks = tl.load(table + position // BLOCK, mask=position < length, other=0)
         for i in tl.range(skipped + first, skipped + last, num_stages=STAGES):
             position = i * TILE + t
             seen = position < length
@@ -266,3 +267,5 @@ def decode(
         begin = base + last
         base += tiles
         item += 1
+    if PDL:  # a worker without work too: what comes next waits for this kernel alone
+        tl.extra.cuda.gdc_wait()

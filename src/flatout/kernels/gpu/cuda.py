@@ -127,8 +127,8 @@ def _ask(call: str, *args: Any) -> None:
         raise _error(call, code)
 
 
-def _enter(device: int) -> None:
-    """A thread that has not used the device yet has no context: torch's becomes its."""
+def enter(device: int) -> None:
+    """A thread that has not used the device yet has no context: torch's becomes its. For what calls the driver past torch."""
     context, handle = ctypes.c_void_p(), ctypes.c_int()
     _ask("cuCtxGetCurrent", ctypes.byref(context))
     if not context:
@@ -255,7 +255,7 @@ class Program:
         index = torch.cuda.current_device() if device.index is None else device.index
         module, function, static = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
         with torch.cuda.device(index):
-            _enter(index)
+            enter(index)
             _ask("cuModuleLoadData", ctypes.byref(module), code)
             _ask("cuModuleGetFunction", ctypes.byref(function), module, self.name.encode())
             _ask("cuFuncGetAttribute", ctypes.byref(static), _STATIC_SHARED, function)
@@ -321,7 +321,7 @@ class Kernel:
             config.stream = torch._C._cuda_getCurrentRawStream(self._device)
             code = self._queue(reference, self._function, self._parameters, None)
             if code == _NO_CONTEXT:
-                _enter(self._device)
+                enter(self._device)
                 code = self._queue(reference, self._function, self._parameters, None)
         if code:
             raise _error("cuLaunchKernelEx", code)
@@ -362,7 +362,7 @@ _maps: dict[tuple[Any, ...], bytes] = {}
 
 def tensor_map(tensor: Tensor, box_rows: int, box_columns: int, swizzle: int = 128) -> bytes:
     """How a kernel fetches boxes of a row-major matrix [rows, columns] of 16 or 32-bit floats, with zeros outside of it: the 128 bytes of a
-    parameter `m`. swizzle: 128 bytes, to which a box's row is limited, or 0. Raises ValueError for a matrix or box that cannot be fetched so."""
+    parameter `m`. A box begins at a column of whole 16 bytes: at others the device stopped with an illegal instruction (H200). swizzle: 128 bytes, to which a box's row is limited, or 0. Raises ValueError for a matrix or box that cannot be fetched so."""
     form = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box_rows, box_columns, swizzle)
     made = _maps.get(form)
     if made is None:

@@ -19,14 +19,15 @@ from flatout.kernels.gpu.rows import FLOATS, column_blocks
 def _gather(
     out, table, ids, out_stride, table_stride, scale, WIDTH: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     if PDL:
+        # in this order: nothing that comes after the first of a step begins before the step's lengths and tables are there, which
+        # attention_decode.py reads before it waits
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(table + tl.load(ids + row) * table_stride + column, mask=mask)
     if SCALED:
         value = value.to(tl.float32) * scale

@@ -1,0 +1,304 @@
+"""cuBLASLt's algorithms for linear and linear_add: of those it offers for a shape the one that is fastest here, measured once and kept.
+
+cuBLAS takes the first that its own rules name. On a device that runs into its power limit that is often not the best: on an H200 other ones did
+4 to 12 % more of a prompt's products (docs/performance.md). Called through ctypes, as torch has no words for it; the library is the one torch
+brings. Registers on kernels/linear.py's ops instead of cuBLAS itself, whose own choice is one of the algorithms, and which stays where the
+library is not found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.kernels.gpu.cuda import enter
+from flatout.kernels.gpu.linear import MOST_ROWS
+from flatout.kernels.linear import linear, linear_add
+from flatout.kernels.op import choices, shape_class
+from flatout.kernels.timing import medians
+
+# of cublasLt.h and library_types.h
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_32F, _16F, _16BF
+_COMPUTE = 68  # CUBLAS_COMPUTE_32F
+_TRANSPOSE_A, _EPILOGUE, _BIAS = 3, 7, 8  # CUBLASLT_MATMUL_DESC_TRANSA, _EPILOGUE, _BIAS_POINTER
+_EPILOGUE_BIAS = 4
+_MOST_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, _MIN_ALIGNMENT_A_BYTES to _D_BYTES
+_ALIGNED = 16  # bytes: rows of 8 numbers
+_WORKSPACE = 32 << 20  # bytes; what torch gives cuBLAS on sm_90
+_OFFERED = 16  # asked for; version 13 offers at most 8 of its newest kernels
+_CLEARLY = 0.99  # of the time of the library's own choice: less of a gain may be noise
+
+
+class BlasError(RuntimeError):
+    """What cuBLASLt said."""
+
+
+class _Algorithm(ctypes.Structure):
+    """cublasLtMatmulAlgo_t: may be kept as bytes and used again by the same version."""
+
+    _fields_ = [("data", ctypes.c_uint64 * 8)]
+
+
+class _Offer(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = [
+        ("algorithm", _Algorithm),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The one that torch loaded, or nothing: another's state and version would not be torch's."""
+    if not torch.version.cuda or not torch.cuda.is_available():
+        return None
+    torch.cuda.current_blas_handle()  # loads it
+    major = torch.version.cuda.split(".")[0]
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{major}", mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return None
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    library.cublasLtGetStatusString.restype = ctypes.c_char_p
+    return library
+
+
+@cache
+def _version() -> int:
+    library = _library()
+    assert library is not None
+    return int(library.cublasLtGetVersion())
+
+
+def _ask(call: str, *args: Any) -> None:
+    library = _library()
+    if library is None:
+        raise BlasError(f"{call}: cuBLASLt was not found")
+    if code := getattr(library, call)(*args):
+        raise BlasError(f"{call}: {library.cublasLtGetStatusString(code).decode()}")
+
+
+def _made(call: str, *args: Any) -> ctypes.c_void_p:
+    made = ctypes.c_void_p()
+    _ask(call, ctypes.byref(made), *args)
+    return made
+
+
+@cache
+def _handle(device: torch.device) -> ctypes.c_void_p:
+    with torch.cuda.device(device):
+        return _made("cublasLtCreate")
+
+
+@cache
+def _workspace(device: torch.device) -> Tensor:
+    """Of one stream at a time: a product is through with it before the next begins."""
+    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+
+
+def _layout(dtype: torch.dtype, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
+    """Of a matrix in the library's order, columns first."""
+    return _made("cublasLtMatrixLayoutCreate", _TYPES[dtype], ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(stride))
+
+
+def _set(description: ctypes.c_void_p, attribute: int, value: Any) -> None:
+    _ask("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an algorithm may depend on, beside the device. The product is out [rows, outputs] = x [rows, columns] @ weight^T, biased or added to out."""
+
+    rows: int
+    outputs: int
+    columns: int
+    dtype: torch.dtype
+    wide: bool  # out is float32
+    biased: bool
+    adds: bool
+    strides: tuple[int, int, int]  # of the rows of out, x and weight
+
+
+class Product:
+    """The products of one form on one device."""
+
+    def __init__(self, form: Form, device: torch.device):
+        self.form, self.device = form, device
+        self._handle, self._room = _handle(device), _workspace(device)
+        self._description = _made("cublasLtMatmulDescCreate", _COMPUTE, _TYPES[torch.float32])
+        _set(self._description, _TRANSPOSE_A, ctypes.c_int(1))
+        if form.biased:
+            _set(self._description, _EPILOGUE, ctypes.c_int(_EPILOGUE_BIAS))
+        out = torch.float32 if form.wide else form.dtype
+        self._weight = _layout(form.dtype, form.columns, form.outputs, form.strides[2])
+        self._x = _layout(form.dtype, form.columns, form.rows, form.strides[1])
+        self._out = _layout(out, form.outputs, form.rows, form.strides[0])
+        self._alpha, self._beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if form.adds else 0.0)
+        self._lock = threading.Lock()
+        self.chosen: _Algorithm | None = None
+
+    def offers(self) -> list[_Algorithm]:
+        """The library's algorithms for this form, its own choice first. Raises BlasError where it has none."""
+        preference = _made("cublasLtMatmulPreferenceCreate")
+        room, found, offers = ctypes.c_size_t(_WORKSPACE), ctypes.c_int(), (_Offer * _OFFERED)()
+        try:
+            _ask("cublasLtMatmulPreferenceSetAttribute", preference, _MOST_WORKSPACE, ctypes.byref(room), ctypes.c_size_t(8))
+            for operand in _ALIGNMENTS:
+                aligned = ctypes.c_uint32(_ALIGNED)
+                _ask("cublasLtMatmulPreferenceSetAttribute", preference, operand, ctypes.byref(aligned), ctypes.c_size_t(4))
+            _ask(
+                "cublasLtMatmulAlgoGetHeuristic", self._handle, self._description, self._weight, self._x, self._out, self._out,
+                preference, _OFFERED, offers, ctypes.byref(found),
+            )  # fmt: skip
+        finally:
+            _ask("cublasLtMatmulPreferenceDestroy", preference)
+        return [_Algorithm.from_buffer_copy(o.algorithm) for o in offers[: found.value] if o.state == 0]
+
+    def takes(self, algorithm: _Algorithm) -> bool:
+        """Whether an algorithm that was chosen for other numbers of rows does these."""
+        offer, library = _Offer(), _library()
+        assert library is not None
+        code = library.cublasLtMatmulAlgoCheck(
+            self._handle, self._description, self._weight, self._x, self._out, self._out, ctypes.byref(algorithm), ctypes.byref(offer)
+        )
+        return not code and offer.workspace <= _WORKSPACE
+
+    def run(self, algorithm: _Algorithm, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0) -> None:
+        """Queue it on torch's current stream."""
+        to, stream = ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.device.index))
+        if self.device not in _entered.__dict__.setdefault("devices", set()):
+            assert self.device.index is not None
+            enter(self.device.index)
+            _entered.devices.add(self.device)
+        with self._lock:
+            if bias is not None:
+                _set(self._description, _BIAS, ctypes.c_void_p(bias.data_ptr()))
+            self._alpha.value = scale
+            _ask(
+                "cublasLtMatmul", self._handle, self._description, ctypes.byref(self._alpha), ctypes.c_void_p(weight.data_ptr()), self._weight,
+                ctypes.c_void_p(x.data_ptr()), self._x, ctypes.byref(self._beta), to, self._out, to, self._out, ctypes.byref(algorithm),
+                ctypes.c_void_p(self._room.data_ptr()), ctypes.c_size_t(_WORKSPACE), stream,
+            )  # fmt: skip
+
+
+_entered = threading.local()  # devices: those whose context this thread has
+_products: dict[tuple[Form, torch.device], Product] = {}
+_MOST = 4096  # of them kept
+
+
+def _product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, adds: bool) -> Product:
+    form = Form(
+        x.shape[0], weight.shape[0], x.shape[1], x.dtype, out.dtype != x.dtype, bias is not None, adds,
+        (out.stride(0), x.stride(0), weight.stride(0)),
+    )  # fmt: skip
+    known = (form, x.device)
+    made = _products.get(known)
+    if made is None:
+        if len(_products) >= _MOST:
+            _products.clear()
+        made = _products[known] = Product(form, x.device)
+    return made
+
+
+def _choose(product: Product, *operands: Any) -> _Algorithm:
+    """The algorithm for all rows of this form's class: the kept one, or the fastest of those offered. The library's own choice where that cannot
+    do these rows."""
+    offers = product.offers()
+    name = f"cuBLASLt {_version()} {astuple(replace(product.form, rows=shape_class(product.form.rows)))}"
+    if kept := choices.get(name):
+        algorithm = _read(kept)
+        return algorithm if algorithm is not None and product.takes(algorithm) else offers[0]
+    out, *others = operands
+    try:
+        trial = out.clone() if product.form.adds else out
+        seconds = medians({str(i): partial(product.run, offer, trial, *others) for i, offer in enumerate(offers)}, product.device)
+    except torch.OutOfMemoryError:  # first met where the device is full
+        return offers[0]
+    best = min(seconds, key=seconds.__getitem__)
+    algorithm = offers[int(best) if seconds[best] < _CLEARLY * seconds["0"] else 0]
+    choices.put(name, bytes(algorithm).hex())
+    return algorithm
+
+
+def _choose_later(product: Product, out: Tensor, x: Tensor, *others: Any) -> None:
+    """For a product that was not multiplied: its rows are what memory held, often zeros, of which the device computes more than the power it may
+    take allows of others."""
+    x.normal_()
+    _choose(product, out, x, *others)
+
+
+def _read(kept: str) -> _Algorithm | None:
+    try:
+        return _Algorithm.from_buffer_copy(bytes.fromhex(kept))
+    except ValueError:  # not what was written here
+        return None
+
+
+_postponed: list[Callable[[], object]] | None = None  # inside postponing(): the choices that products would have had to make
+
+
+@contextmanager
+def postponing() -> Iterator[list[Callable[[], object]]]:
+    """Inside, products are noted instead of chosen for and multiplied."""
+    global _postponed
+    _postponed = []
+    try:
+        yield _postponed
+    finally:
+        _postponed = None
+
+
+def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0, adds: bool = False) -> None:
+    """out [T, N] = scale * (x [T, K] @ weight [N, K]^T) + bias, and + out where it adds: by the fastest algorithm for rows of T's class."""
+    product = _product(out, x, weight, bias, adds)
+    if _postponed is not None:
+        _postponed.append(partial(_choose_later, product, out, x, weight, bias, scale))
+        return
+    if product.chosen is None:
+        product.chosen = _choose(product, out, x, weight, bias, scale)
+    product.run(product.chosen, out, x, weight, bias, scale)
+
+
+def _suits(out: Tensor, x: Tensor, weight: Tensor, invariant: bool) -> bool:
+    """More rows than linear.py's own kernels take, in units of 16 bytes."""
+    return (
+        x.is_cuda
+        and not invariant
+        and x.shape[0] > MOST_ROWS
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and weight.dtype == x.dtype
+        and out.dtype in (x.dtype, torch.float32)
+        and weight.shape[0] % 8 == 0
+        and weight.shape[1] % 8 == 0
+        and _library() is not None
+    )
+
+
+def _linear_accepts(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> bool:
+    return _suits(out, x, weight, invariant) and (bias is None or out.dtype == x.dtype)
+
+
+@linear.implementation("blaslt", _linear_accepts, instead_of="blas")
+def _linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> None:
+    multiply(out, x, weight, bias)
+
+
+def _add_accepts(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> bool:
+    return _suits(stream, x, weight, invariant) and stream.dtype == x.dtype and bias is None
+
+
+@linear_add.implementation("blaslt", _add_accepts, instead_of="addmm")
+def _linear_add(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> None:
+    multiply(stream, x, weight, None, scale, adds=True)
