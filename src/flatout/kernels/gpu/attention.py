@@ -20,6 +20,7 @@ from flatout.kernels.gpu.attention_decode import decode
 from flatout.kernels.gpu.attention_prefill import prefill
 from flatout.kernels.gpu.attention_shared import shared
 from flatout.kernels.gpu.device import Facts, facts
+from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.prefixes import Shared
 
 ROWS = 128  # rows whose lengths a worker adds up at a time
@@ -114,7 +115,7 @@ def _paged(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Atten
     kv_heads, dim = k_cache.shape[1:]
     device, exact = facts(q.device), q.dtype == torch.float32
     group = q.shape[1] // (kv_heads * dim)
-    pad = triton.next_power_of_2(max(dim, 16))
+    pad = next_power_of_2(max(dim, 16))
     width = pad * q.element_size()
     lengths = (plan.q_starts, plan.kv_lens, plan.tables, plan.table_rows)
     strides = (out.stride(0), q.stride(0), k_cache.stride(0), k_cache.stride(1), plan.tables.stride(0))
@@ -135,7 +136,7 @@ def _paged(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Atten
             theirs, launch = _shared(plan, plan.shared, (q, k_cache, v_cache), strides[1:], scales, shape)
             kv_lens = plan.shared.own
         sizes = decode_sizes(width, group, plan.singles, device)
-        m = triton.next_power_of_2(max(group, 16))
+        m = next_power_of_2(max(group, 16))
         workers = max(1, device.sms * (PROGRAMS_OF_FEW if plan.singles <= FEW else PROGRAMS) // kv_heads)
         scratch = _scratch(q.device, kv_heads * workers * 2 * m, pad, kv_heads * workers)
         launch |= {
@@ -175,7 +176,7 @@ def _shared(
         kernel, precision = shared, {"PRECISION": "ieee" if exact else None}
     workers = max(1, device.sms * SHARING // kv_heads)
     # rows rounded, so that steps of similar sizes use the same memory
-    room = triton.cdiv(triton.next_power_of_2(plan.singles) * shape["GROUP"], queries) + groups + workers
+    room = cdiv(next_power_of_2(plan.singles) * shape["GROUP"], queries) + groups + workers
     pieces = _pieces(q.device, kv_heads * room * queries, shape["PAD"])
     launch = {"M": queries, "N": sizes.tile, "GROUPS": groups, "STAGES": sizes.stages, "num_warps": sizes.warps}
     rows = (found.groups, found.order, plan.tables, plan.table_rows)

@@ -72,6 +72,8 @@ def _library() -> ctypes.CDLL | None:
         return None
     library.cublasLtGetVersion.restype = ctypes.c_size_t
     library.cublasLtGetStatusString.restype = ctypes.c_char_p
+    pointer = ctypes.c_void_p
+    library.cublasLtMatmul.argtypes = (*(pointer,) * 14, ctypes.c_size_t, pointer)  # addresses go in as ints
     return library
 
 
@@ -108,11 +110,6 @@ def _workspace(device: torch.device) -> Tensor:
     return torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
 
 
-def _layout(dtype: torch.dtype, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
-    """Of a matrix in the library's order, columns first."""
-    return _made("cublasLtMatrixLayoutCreate", _TYPES[dtype], ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(stride))
-
-
 def _set(description: ctypes.c_void_p, attribute: int, value: Any) -> None:
     _ask("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
@@ -137,17 +134,33 @@ class Product:
     def __init__(self, form: Form, device: torch.device):
         self.form, self.device = form, device
         self._handle, self._room = _handle(device), _workspace(device)
-        self._description = _made("cublasLtMatmulDescCreate", _COMPUTE, _TYPES[torch.float32])
+        self._owned: list[tuple[str, ctypes.c_void_p]] = []
+        self._description = self._own("MatmulDesc", _COMPUTE, _TYPES[torch.float32])
         _set(self._description, _TRANSPOSE_A, ctypes.c_int(1))
         if form.biased:
             _set(self._description, _EPILOGUE, ctypes.c_int(_EPILOGUE_BIAS))
         out = torch.float32 if form.wide else form.dtype
-        self._weight = _layout(form.dtype, form.columns, form.outputs, form.strides[2])
-        self._x = _layout(form.dtype, form.columns, form.rows, form.strides[1])
-        self._out = _layout(out, form.outputs, form.rows, form.strides[0])
+        self._weight = self._layout(form.dtype, form.columns, form.outputs, form.strides[2])
+        self._x = self._layout(form.dtype, form.columns, form.rows, form.strides[1])
+        self._out = self._layout(out, form.outputs, form.rows, form.strides[0])
         self._alpha, self._beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if form.adds else 0.0)
+        self._factors = ctypes.addressof(self._alpha), ctypes.addressof(self._beta)
         self._lock = threading.Lock()
         self.chosen: _Algorithm | None = None
+
+    def _own(self, kind: str, *args: Any) -> ctypes.c_void_p:
+        made = _made(f"cublasLt{kind}Create", *args)
+        self._owned.append((kind, made))
+        return made
+
+    def _layout(self, dtype: torch.dtype, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
+        """Of a matrix in the library's order, columns first."""
+        return self._own("MatrixLayout", _TYPES[dtype], ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(stride))
+
+    def __del__(self) -> None:
+        library = _library()
+        for kind, made in self.__dict__.pop("_owned", ()):
+            getattr(library, f"cublasLt{kind}Destroy")(made)
 
     def offers(self) -> list[_Algorithm]:
         """The library's algorithms for this form, its own choice first. Raises BlasError where it has none."""
@@ -177,35 +190,35 @@ class Product:
 
     def run(self, algorithm: _Algorithm, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0) -> None:
         """Queue it on torch's current stream."""
-        to, stream = ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.device.index))
         if self.device not in _entered.__dict__.setdefault("devices", set()):
             assert self.device.index is not None
             enter(self.device.index)
             _entered.devices.add(self.device)
+        to, (alpha, beta) = out.data_ptr(), self._factors
         with self._lock:
             if bias is not None:
                 _set(self._description, _BIAS, ctypes.c_void_p(bias.data_ptr()))
             self._alpha.value = scale
             _ask(
-                "cublasLtMatmul", self._handle, self._description, ctypes.byref(self._alpha), ctypes.c_void_p(weight.data_ptr()), self._weight,
-                ctypes.c_void_p(x.data_ptr()), self._x, ctypes.byref(self._beta), to, self._out, to, self._out, ctypes.byref(algorithm),
-                ctypes.c_void_p(self._room.data_ptr()), ctypes.c_size_t(_WORKSPACE), stream,
+                "cublasLtMatmul", self._handle, self._description, alpha, weight.data_ptr(), self._weight, x.data_ptr(), self._x, beta,
+                to, self._out, to, self._out, ctypes.addressof(algorithm), self._room.data_ptr(), _WORKSPACE,
+                torch._C._cuda_getCurrentRawStream(self.device.index),
             )  # fmt: skip
 
 
 _entered = threading.local()  # devices: those whose context this thread has
-_products: dict[tuple[Form, torch.device], Product] = {}
+_products: dict[tuple[Any, ...], Product] = {}
 _MOST = 4096  # of them kept
 
 
 def _product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, adds: bool) -> Product:
-    form = Form(
-        x.shape[0], weight.shape[0], x.shape[1], x.dtype, out.dtype != x.dtype, bias is not None, adds,
-        (out.stride(0), x.stride(0), weight.stride(0)),
-    )  # fmt: skip
-    known = (form, x.device)
+    known = (x.device, x.dtype, out.dtype, x.shape, weight.shape, out.stride(), x.stride(), weight.stride(), bias is None, adds)
     made = _products.get(known)
     if made is None:
+        form = Form(
+            x.shape[0], weight.shape[0], x.shape[1], x.dtype, out.dtype != x.dtype, bias is not None, adds,
+            (out.stride(0), x.stride(0), weight.stride(0)),
+        )  # fmt: skip
         if len(_products) >= _MOST:
             _products.clear()
         made = _products[known] = Product(form, x.device)
@@ -215,11 +228,11 @@ def _product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, adds: 
 def _choose(product: Product, *operands: Any) -> _Algorithm:
     """The algorithm for all rows of this form's class: the kept one, or the fastest of those offered. The library's own choice where that cannot
     do these rows."""
-    offers = product.offers()
     name = f"cuBLASLt {_version()} {astuple(replace(product.form, rows=shape_class(product.form.rows)))}"
     if kept := choices.get(name):
         algorithm = _read(kept)
-        return algorithm if algorithm is not None and product.takes(algorithm) else offers[0]
+        return algorithm if algorithm is not None and product.takes(algorithm) else product.offers()[0]
+    offers = product.offers()
     out, *others = operands
     try:
         trial = out.clone() if product.form.adds else out

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.gpu.device import facts
+from flatout.kernels.gpu.whole import round_up
 
 # of cuda.h
 _STATIC_SHARED, _MOST_DYNAMIC_SHARED = 1, 8  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, _MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -286,7 +287,7 @@ class Kernel:
         offsets, form, end = [], "=", 0
         for kind in signature:
             size, written = _SLOTS[kind]
-            offsets.append(_up(end, size))
+            offsets.append(round_up(end, size))
             form += f"{offsets[-1] - end}x{written}"
             end = offsets[-1] + size
         self._room, self._first = _aligned(end)
@@ -325,10 +326,6 @@ class Kernel:
                 code = self._queue(reference, self._function, self._parameters, None)
         if code:
             raise _error("cuLaunchKernelEx", code)
-
-
-def _up(n: int, to: int) -> int:
-    return -(-n // to) * to
 
 
 def _aligned(size: int) -> tuple[Any, int]:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flatout.kernels.gpu.device import facts
+from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.sampling import greedy
 
 BLOCK = 2048  # logits of one step of a program
@@ -62,9 +63,9 @@ def _greedy(ids, logits, best, arrived, row_stride, width, share, BLOCK: tl.cons
 
 def parts_launch(rows: int, width: int, sms: int) -> tuple[int, int]:
     """(parts of a row, logits of each, a multiple of BLOCK): about eight programs a processor, each with LEAST to read or more."""
-    parts = max(1, min(8 * sms // rows, triton.cdiv(width, LEAST)))
-    share = triton.cdiv(triton.cdiv(width, parts), BLOCK) * BLOCK
-    return triton.cdiv(width, share), share
+    parts = max(1, min(8 * sms // rows, cdiv(width, LEAST)))
+    share = cdiv(cdiv(width, parts), BLOCK) * BLOCK
+    return cdiv(width, share), share
 
 
 @cache
@@ -80,7 +81,7 @@ def greedy_triton(ids: Tensor, logits: Tensor) -> None:
     device = facts(logits.device)
     rows, width = logits.shape
     parts, share = parts_launch(rows, width, device.sms)
-    best, arrived = _scratch(logits.device, max(1024, triton.next_power_of_2(rows)))
+    best, arrived = _scratch(logits.device, max(1024, next_power_of_2(rows)))
     _greedy[(rows, parts)](
         ids,
         logits,

@@ -16,6 +16,7 @@ from torch import Tensor
 from flatout.kernels.gpu.cuda import Program, available, tensor_map
 from flatout.kernels.gpu.device import Facts, facts
 from flatout.kernels.gpu.linear import LEAST_ROWS
+from flatout.kernels.gpu.whole import round_up
 from flatout.kernels.linear import linear, linear_add, norm_gated, norm_linear
 from flatout.kernels.norm import rms_norm
 
@@ -65,15 +66,11 @@ def tiles(warpgroups: int, outputs: int, gated: bool, device: Facts) -> Tiles:
     if lines < 96 * device.sms:
         most = 240 if warpgroups < 3 else 160  # sums in registers
         for cluster in (4, 2):
-            width = _up(-(-lines // int(FULL * device.sms / cluster)), 16 if gated else 8)
+            width = round_up(-(-lines // int(FULL * device.sms / cluster)), 16 if gated else 8)
             if width <= most:
                 return _stages(Tiles(width, warpgroups, 1, cluster), device)
     waves = -(-lines // (160 * device.sms))
-    return _stages(Tiles(_up(-(-lines // (waves * device.sms)), 16), warpgroups, 1), device)
-
-
-def _up(n: int, to: int) -> int:
-    return -(-n // to) * to
+    return _stages(Tiles(round_up(-(-lines // (waves * device.sms)), 16), warpgroups, 1), device)
 
 
 def _source(TN: int, BF16: int, **_: int) -> str:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from flatout.kernels.gpu.cuda import available
 from flatout.kernels.gpu.device import Facts, facts
 from flatout.kernels.gpu.invariant import products
 from flatout.kernels.gpu.skinny import tiles, vector
+from flatout.kernels.gpu.whole import cdiv
 from flatout.kernels.linear import linear, linear_add, norm_gated, norm_linear
 
 MOST_ROWS = 32  # above, cuBLAS was faster on every shape (H200: at 64 rows by 5 to 60 %)
@@ -78,7 +78,7 @@ def config(m: int, n: int, k: int, normed: bool, facts: Facts) -> Config:
         c, wanted = Config("tiles", rows, 64, 128, 4, stages=4, ahead=256), 0.9
     while c.shared_memory() > facts.shared_memory:
         c = replace(c, stages=c.stages - 1) if c.stages > 2 else replace(c, block_k=c.block_k // 2)
-    blocks, steps = triton.cdiv(n, c.block_n), triton.cdiv(k, c.block_k)
+    blocks, steps = cdiv(n, c.block_n), cdiv(k, c.block_k)
     most = min(steps // 2, PARTIALS // (blocks * (c.block_n + 1) * rows))
     return replace(c, shares=max(1, min(most, round(wanted * facts.sms / blocks))) if blocks <= ARRIVALS else 1)
 
@@ -107,7 +107,7 @@ def product(
     rows, columns = x.shape
     outputs = out.shape[1]
     c = chosen or config(rows, weight.shape[0], columns, norm_weight is not None, device)
-    blocks = triton.cdiv(weight.shape[0], c.block_n) if activation is None else triton.cdiv(outputs, c.block_n // 2)
+    blocks = cdiv(weight.shape[0], c.block_n) if activation is None else cdiv(outputs, c.block_n // 2)
     numbers = (rows, outputs, columns, out.stride(0), x.stride(0), weight.stride(0), c.ahead, eps, offset, scale)
     form = {"ADD": add, "ACTIVATION": activation, "PDL": device.pdl, "launch_pdl": device.pdl, "num_warps": c.warps}
     if c.kernel == "vector":
@@ -212,7 +212,7 @@ def _invariant(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, inva
             8 if tall else 4,
             4 if device.shared_memory > 140_000 else 3,
         )
-    products[(triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n),)](
+    products[(cdiv(rows, block_m) * cdiv(outputs, block_n),)](
         out, x, weight, bias, rows, outputs, columns, out.stride(0), x.stride(0), weight.stride(0),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP=8, EVEN=columns % block_k == 0, PDL=device.pdl,
         launch_pdl=device.pdl, num_warps=warps, num_stages=stages,

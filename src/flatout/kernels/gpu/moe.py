@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from flatout.kernels.activation import ACTIVATIONS
@@ -18,6 +17,7 @@ from flatout.kernels.gpu.device import Facts, facts
 from flatout.kernels.gpu.expert_rows import combine, tiles, vector
 from flatout.kernels.gpu.grouping import choose, count, place
 from flatout.kernels.gpu.rows import FLOATS, column_blocks
+from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.moe import expected_experts, experts, route
 from flatout.kernels.op import shape_class
 
@@ -102,7 +102,7 @@ def route_triton(weights: Tensor, chosen: Tensor, logits: Tensor, renormalise: b
     top_k = chosen.shape[1]
     choose[(tokens,)](
         weights, chosen, logits, logits.stride(0),
-        EXPERTS=number, TOP_K=top_k, BLOCK=triton.next_power_of_2(number), KEPT=triton.next_power_of_2(top_k), RENORMALISE=renormalise,
+        EXPERTS=number, TOP_K=top_k, BLOCK=next_power_of_2(number), KEPT=next_power_of_2(top_k), RENORMALISE=renormalise,
         PDL=device.pdl, num_warps=1, launch_pdl=device.pdl,
     )  # fmt: skip
 
@@ -146,12 +146,12 @@ def by_vectors(
     tokens, top_k = chosen.shape
     _, hidden, width = down.shape
     form = {"PDL": device.pdl, "launch_pdl": device.pdl}
-    vector[(tokens * top_k, triton.cdiv(width, plan.up.lines // 2))](
+    vector[(tokens * top_k, cdiv(width, plan.up.lines // 2))](
         act, x, gate_up, chosen, None, width, width, x.stride(0),
         WIDTH=hidden, CHOICES=1, SHARE=top_k, LINES=plan.up.lines, UNITS=plan.up.columns // 8, ACTIVATION=activation,
         num_warps=plan.up.warps, **form,
     )  # fmt: skip
-    vector[(tokens, triton.cdiv(hidden, plan.down.lines))](
+    vector[(tokens, cdiv(hidden, plan.down.lines))](
         out, act, down, chosen, weights, hidden, out.stride(0), top_k * width,
         WIDTH=width, CHOICES=top_k, SHARE=1, LINES=plan.down.lines, UNITS=plan.down.columns // 8, ACTIVATION=None,
         num_warps=plan.down.warps, **form,
@@ -173,7 +173,7 @@ def by_tiles(
         (parts, act, width, down, hidden, plan.down, None),
     ):
         columns = weight.shape[2]
-        tiles[(slots * triton.cdiv(lines, cut.lines // 2 if gated else cut.lines),)](
+        tiles[(slots * cdiv(lines, cut.lines // 2 if gated else cut.lines),)](
             result, source, weight, slot_experts, order, slots, top_k if gated else 1, lines, columns, stride,
             LINES=cut.lines, BLOCK_K=cut.columns, GROUP=16, EVEN=columns % cut.columns == 0,
             STREAM=plan.rows <= 16, ACTIVATION=gated, num_warps=cut.warps, num_stages=cut.stages, **form,
@@ -196,9 +196,9 @@ def group(chosen: Tensor, number: int, rows: int) -> tuple[Tensor, Tensor, int]:
     slots = min(pairs, pairs // rows + number)
     single = pairs <= CHUNK
     chunk = CHUNK if single else CHUNKED
-    chunks = triton.cdiv(pairs, chunk)
+    chunks = cdiv(pairs, chunk)
     form = {
-        "BLOCK": max(32, triton.next_power_of_2(number)), "CHUNK": chunk, "PDL": device.pdl,
+        "BLOCK": max(32, next_power_of_2(number)), "CHUNK": chunk, "PDL": device.pdl,
         "launch_pdl": device.pdl, "num_warps": 4 if single else 8,
     }  # fmt: skip
     if not single:

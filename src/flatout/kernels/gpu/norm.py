@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flatout.kernels.gpu.device import facts
 from flatout.kernels.gpu.rows import FLOATS, column_blocks
+from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.norm import add, rms_norm
 
 WIDEST = 16_384  # of a row that one program keeps in registers
@@ -53,10 +54,10 @@ def norm_launch(rows: int, width: int) -> tuple[int, int, int, int]:
 
     A program a row, or for each few of them: H200, 8,000 x 3,584: 29.8 us, and 32.6 where programs go on to further rows.
     """
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     together = max(1, 1024 // block)  # short rows share a program
     warps = min(16, max(1, block * together // 512))  # 16 values a thread
-    return triton.cdiv(rows, together), block, together, warps
+    return cdiv(rows, together), block, together, warps
 
 
 def _norm_accepts(out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float) -> bool:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flatout.kernels.gpu.device import facts
+from flatout.kernels.gpu.whole import next_power_of_2
 from flatout.kernels.prefixes import shared_prefixes
 
 SPAN = 1024  # rows, or blocks of a row, looked at together
@@ -119,5 +120,5 @@ def shared_prefixes_triton(
     device, count = facts(own.device), own.shape[0]
     common = {"BLOCK": block_size, "PDL": device.pdl, "launch_pdl": device.pdl}
     _compare[(count,)](places, tables, table_rows, kv_lens, depth, count, tables.stride(0), SPAN=SPAN, num_warps=4, **common)
-    span = max(SPAN, triton.next_power_of_2(count))
+    span = max(SPAN, next_power_of_2(count))
     _arrange[(1,)](own, places, groups, order, kv_lens, count, GROUPS=groups.shape[0], SPAN=span, num_warps=8, **common)

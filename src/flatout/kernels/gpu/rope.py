@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flatout.kernels.gpu.device import facts
 from flatout.kernels.gpu.rows import FLOATS
+from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.rope import rope_kv_write
 
 
@@ -92,8 +93,8 @@ def _rope_kv_write(
 def heads_launch(rows: int, heads: int, dim_block: int, sms: int) -> tuple[int, int]:
     """(heads a program takes, warps). Few tokens: 8 heads, a vector or two a thread, all programs on the device at once. Many: 32 heads of 128
     columns, for more loads in flight and fewer launches."""
-    few = rows * triton.cdiv(heads, 8) <= 16 * sms
-    together = min(8 if few else max(8, min(32, 4096 // dim_block)), triton.next_power_of_2(heads))
+    few = rows * cdiv(heads, 8) <= 16 * sms
+    together = min(8 if few else max(8, min(32, 4096 // dim_block)), next_power_of_2(heads))
     return together, min(8, max(1, together * dim_block // (512 if few else 1024)))
 
 
@@ -132,9 +133,9 @@ def rope_kv_write_triton(
     device = facts(qk.device)
     rows, heads, dim = qk.shape
     kv_heads = value.shape[1]
-    dim_block = triton.next_power_of_2(dim)
+    dim_block = next_power_of_2(dim)
     together, warps = heads_launch(rows, heads, dim_block, device.sms)
-    _rope_kv_write[(rows * (triton.cdiv(heads, together) + 1),)](
+    _rope_kv_write[(rows * (cdiv(heads, together) + 1),)](
         qk,
         value,
         k_cache,
@@ -158,7 +159,7 @@ def rope_kv_write_triton(
         NORM=q_norm is not None and k_norm is not None,
         OFFSET=offset,
         HEADS_BLOCK=together,
-        KV_BLOCK=triton.next_power_of_2(kv_heads),
+        KV_BLOCK=next_power_of_2(kv_heads),
         DIM_BLOCK=dim_block,
         PDL=device.pdl,
         num_warps=warps,

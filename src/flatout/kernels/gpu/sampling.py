@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from flatout.kernels.gpu import draw as drawing
 from flatout.kernels.gpu import logprobs as rating
 from flatout.kernels.gpu.device import facts
+from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.sampling import draw, token_logprobs
 
 GROUP, PIVOTS = drawing.GROUP.value, drawing.PIVOTS.value
@@ -30,8 +30,8 @@ ALTERNATIVES = (0, 8, 32)  # the most of a row that rate_rows is compiled for, e
 
 def split(rows: int, tiles: int, sms: int) -> tuple[int, int]:
     """(programs a row, tiles of each) where `rows` rows of `tiles` tiles are read: programs run at once, or there is one a row."""
-    per = triton.cdiv(tiles, max(1, min(tiles, PROGRAMS * sms // rows)))
-    return triton.cdiv(tiles, per), per
+    per = cdiv(tiles, max(1, min(tiles, PROGRAMS * sms // rows)))
+    return cdiv(tiles, per), per
 
 
 def few(vocab: int) -> int:
@@ -41,7 +41,7 @@ def few(vocab: int) -> int:
 
 def wide(vocab: int) -> int:
     """Columns of a table of groups: a power of two that all tiles' groups fit in."""
-    return triton.next_power_of_2(max(triton.cdiv(vocab, GROUP), TILE, TILE_OF_ROW))
+    return next_power_of_2(max(cdiv(vocab, GROUP), TILE, TILE_OF_ROW))
 
 
 def _lasting(device: torch.device) -> None:
@@ -92,9 +92,9 @@ def _draw_accepts(ids: Tensor, logits: Tensor, rows: Tensor, params: Tensor, key
 def draw_triton(ids: Tensor, logits: Tensor, rows: Tensor, params: Tensor, keys: Tensor, hashes: Tensor) -> None:
     """Three launches. hashes stay unread: a token's hash takes nine instructions, its table as many bytes as the logits."""
     device, vocab, count = facts(logits.device), logits.shape[1], rows.shape[0]
-    tiles = triton.cdiv(vocab, GROUP * TILE)
+    tiles = cdiv(vocab, GROUP * TILE)
     splits, per = split(count, tiles, device.sms)
-    s = _scratch(logits.device, max(64, triton.next_power_of_2(count)), wide(vocab), tiles, CANDIDATES)
+    s = _scratch(logits.device, max(64, next_power_of_2(count)), wide(vocab), tiles, CANDIDATES)
     row, shape = (ids, logits, rows, params), (vocab, logits.stride(0), tiles, few(vocab))
     reading = {"WIDE": wide(vocab), "TILE": TILE, "num_warps": WARPS, "PDL": device.pdl, "launch_pdl": device.pdl}
     deciding = reading | {"TILE": TILE_OF_ROW, "num_warps": WARPS_OF_ROW, "CANDIDATES": CANDIDATES, "CUDA": logits.is_cuda}
@@ -123,9 +123,9 @@ def _tables(device: torch.device, rows: int, wide: int, tiles: int) -> tuple[Ten
 def token_logprobs_triton(chosen: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor, logits: Tensor, ids: Tensor) -> None:
     """Two launches, of which the first alone reads the logits, but for the groups that hold the first k."""
     device, (count, vocab), k = facts(logits.device), logits.shape, top_ids.shape[1]
-    tiles = triton.cdiv(vocab, GROUP * TILE)
+    tiles = cdiv(vocab, GROUP * TILE)
     splits, per = split(count, tiles, device.sms)
-    tables, shape = _tables(logits.device, max(64, triton.next_power_of_2(count)), wide(vocab), tiles), (vocab, logits.stride(0), tiles)
+    tables, shape = _tables(logits.device, max(64, next_power_of_2(count)), wide(vocab), tiles), (vocab, logits.stride(0), tiles)
     common = {"WIDE": wide(vocab), "PDL": device.pdl, "launch_pdl": device.pdl}
     top = next(most for most in ALTERNATIVES if k <= most)
     rating.rate_groups[(splits, count)](logits, ids, *tables, *shape, per, TILE=TILE, num_warps=WARPS, **common)
