@@ -9,7 +9,7 @@ import pytest
 from flatout import engine
 from flatout.bench import compare, offline
 from flatout.bench.account import step_flops
-from flatout.bench.kernels import SHOWN, KernelTime, kernel_lines
+from flatout.bench.kernels import SHOWN, KernelTime, added, kernel_lines
 from flatout.bench.workloads import NAMES, VOCAB, fold, workload
 from flatout.cli import main
 from flatout.modelfile.spec import LayerSpec, ModelSpec, RopeSpec
@@ -101,6 +101,13 @@ def test_offline(tiny, tmp_path, monkeypatch, capsys):
     assert re.fullmatch(r"  4 steps: floor \d+%, kernels over it \d+%, device idle \d+%; host us a step: schedule \d+, .*", accounts[0])
     assert len({len(line) for line in (head, *rows)}) == 1  # columns line up
     assert captured.err == ""
+
+
+def test_a_kernel_counts_from_where_those_before_it_end():
+    spans = [("b", 2.0, 5.0), ("a", 0.0, 3.0), ("waits", 2.5, 4.0), ("a", 7.0, 8.0), ("waits", 7.5, 10.0)]
+    times = {t.name: (t.calls, t.seconds) for t in added(spans)}
+    assert times == {"a": (2, 4.0), "b": (1, 2.0), "waits": (2, 2.0)}, "of the ten seconds two were idle"
+    assert [t.name for t in added(spans)] == ["a", "b", "waits"]
 
 
 def test_kernels_are_shown_longest_first():

@@ -30,14 +30,19 @@ def kernel_times(run: Callable[[], object]) -> list[KernelTime]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
+    events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    return added([(event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6) for event in events])
+
+
+def added(spans: list[tuple[str, float, float]]) -> list[KernelTime]:
+    """By name what each of these (name, begin, end), in seconds, adds to the end of all that began before it."""
     calls: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
-    until = 0.0  # microseconds: the end of all so far
-    events = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
-    for event in sorted(events, key=lambda event: event.time_range.start):
-        calls[event.name] += 1
-        seconds[event.name] += max(0.0, event.time_range.end - max(event.time_range.start, until)) * 1e-6
-        until = max(until, event.time_range.end)
+    until = 0.0
+    for name, begin, end in sorted(spans, key=lambda span: span[1]):
+        calls[name] += 1
+        seconds[name] += max(0.0, end - max(begin, until))
+        until = max(until, end)
     return [KernelTime(name, calls[name], seconds[name]) for name in sorted(seconds, key=lambda name: -seconds[name])]
 
 
