@@ -283,18 +283,20 @@ class LLM:
         done: list[list[_Live]] = []
         unfinished: set[tuple[str, int]] = set()
         # behind a first step of so many tokens the device is busy while the others are admitted and planned; by priority, all come first
-        early = AT_ONCE if self.config.scheduler.scheduling_policy == "fcfs" else None
+        early = AT_ONCE if self.config.scheduler.scheduling_policy == "fcfs" and self.config.scheduler.async_scheduling else None
         waiting = 0
         with _progress(sum(map(len, prepared)), show) as advance:
 
             def step() -> None:
+                before = len(unfinished)
                 tokens, ended = self._step()
                 unfinished.difference_update(live.request.key for live in ended)
-                advance(tokens, len(ended))
+                advance(tokens, before - len(unfinished))
 
             try:
                 for requests in prepared:
-                    done.append(self._admit(requests))
+                    with _interrupts_wait():
+                        done.append(self._admit(requests))
                     unfinished.update(request.key for request in requests)
                     waiting += len(requests[0].prompt_ids)
                     if early is not None and waiting >= early:

@@ -109,3 +109,47 @@ def test_an_llm_that_is_dropped_is_gone_without_the_collector(llm):
         assert [trace() for trace in traces] == [None] * 4
     finally:
         gc.enable()
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory):
+    checkpoint = make("llama", tmp_path_factory.mktemp("early"))
+    return lambda **options: LLM(
+        str(checkpoint), dtype="float32", max_num_seqs=8, max_model_len=1024, num_gpu_blocks_override=512, device="cpu", **options
+    )
+
+
+@pytest.mark.parametrize("options, early", [({}, True), ({"async_scheduling": False}, False), ({"scheduling_policy": "priority"}, False)])
+def test_the_device_begins_before_all_are_admitted(roomy, monkeypatch, options, early):
+    """By priority it may not, as whoever is admitted last may be the first to go; a step that is waited for hides nothing."""
+    prompts = [ids(900) for _ in range(7)]
+    with roomy(**options) as llm:
+        (alone,) = llm.generate([prompts[0]], GREEDY, cache_salt="alone")
+        admitted, begun = [], []
+        add, step = llm.engine.add, llm.engine.step
+        monkeypatch.setattr(llm.engine, "add", lambda requests: (admitted.append(1), add(requests))[1])
+        monkeypatch.setattr(llm.engine, "step", lambda: (begun.append(len(admitted)), step())[1])
+        results = llm.generate(prompts, GREEDY)
+        assert begun[:2] == ([5, 7] if early else [7, 7]), "of the prompts that were admitted, at the first two steps"
+        assert results[0].outputs[0].token_ids == alone.outputs[0].token_ids
+        assert all(len(r.outputs[0].token_ids) == 6 for r in results)
+
+
+def test_a_refusal_after_the_device_began_leaves_nothing(roomy, monkeypatch):
+    prompts = [ids(900) for _ in range(7)]
+    with roomy() as llm:
+        add, admitted = llm.engine.add, []
+
+        def refuse(requests):
+            admitted.append(1)
+            if len(admitted) == 7:
+                raise RequestError("prompt", "is not wanted")
+            add(requests)
+
+        monkeypatch.setattr(llm.engine, "add", refuse)
+        with pytest.raises(RequestError, match="not wanted"):
+            llm.generate(prompts, GREEDY)
+        monkeypatch.setattr(llm.engine, "add", add)
+        assert not llm._live
+        assert len(llm.generate([prompts[0]], GREEDY)[0].outputs[0].token_ids) == 6
+        assert not llm.engine.has_work and not llm.engine.scheduler.num_running

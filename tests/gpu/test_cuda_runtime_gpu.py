@@ -63,7 +63,6 @@ def test_grid_and_cluster(grid, cluster):
     kernel(programs.PLACE).launch(grid, 1, 0, (out,), cluster=cluster)
     z, y, x = torch.meshgrid(*(torch.arange(n) for n in (deep, down, across)), indexing="ij")
     assert torch.equal(out.cpu(), torch.stack((torch.full_like(x, cluster), x, y, z), -1).int())
-    assert kernel(programs.PLACE).clusters(128, 1024, 2) > 0
 
 
 def test_a_launch_the_device_refuses_says_why():

@@ -21,13 +21,14 @@ class Library:
     """Notes its calls; offers three algorithms, which are told apart by their first word."""
 
     def __init__(self):
-        self.calls, self.made, self.takes = [], 0, True
+        self.calls, self.made, self.takes, self.offers = [], 0, True, 3
         self.used = []  # the algorithms of the products so far
 
     def __getattr__(self, name):
         def call(*args):
             self.calls.append((name, args))
             if name == "cublasLtMatmul":
+                assert len(args) == 16
                 self.used.append(ctypes.c_uint64.from_address(args[12]).value)
             if name.endswith("Create"):
                 self.made += 1
@@ -35,9 +36,12 @@ class Library:
             if name.endswith("Destroy"):
                 self.made -= 1
             if name == "cublasLtMatmulAlgoGetHeuristic":
-                for i in range(3):
+                for i in range(self.offers):
                     args[8][i].algorithm.data[0] = i + 1
-                args[9]._obj.value = 3
+                args[9]._obj.value = self.offers
+                return int(not self.offers)
+            if name == "cublasLtGetStatusString":
+                return b"said"
             return int(name == "cublasLtMatmulAlgoCheck" and not self.takes)
 
         call.argtypes = ()
@@ -56,6 +60,8 @@ def library(monkeypatch):
     monkeypatch.setattr(blaslt, "_products", {})
     monkeypatch.setattr(blaslt, "_entered", SimpleNamespace(devices={torch.device("cpu")}))
     monkeypatch.setattr(blaslt, "choices", op_module.Choices())
+    monkeypatch.setattr(blaslt, "_unmeasured", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     return made
 
@@ -82,14 +88,14 @@ def test_the_clearly_fastest_is_kept_for_its_class(library, monkeypatch, seconds
     assert library.used[-1] == 1, "the library's own choice where the kept one does not fit"
 
 
-def test_a_choice_of_something_else_is_not_used(library, monkeypatch):
+def test_what_is_no_algorithm_is_measured_anew(library, monkeypatch):
     measured(monkeypatch, 2.0, 1.0, 3.0)
     multiply(64)
     (name,) = blaslt.choices._names
     blaslt.choices._names[name] = "nonsense"
     blaslt._products.clear()
     multiply(64)
-    assert library.used == [2, 1]
+    assert library.used == [2, 2] and blaslt.choices._names[name] != "nonsense"
 
 
 def test_where_memory_is_full_nothing_is_kept(library, monkeypatch):
@@ -98,7 +104,24 @@ def test_where_memory_is_full_nothing_is_kept(library, monkeypatch):
 
     monkeypatch.setattr(blaslt, "medians", full)
     multiply(64, adds=True)
+    monkeypatch.setattr(blaslt, "medians", lambda *_: pytest.fail("tried again"))
+    multiply(60, adds=True)
+    assert library.used == [1, 1] and not blaslt.choices._names
+
+
+def test_nothing_is_measured_while_a_graph_is_captured(library, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(blaslt, "medians", lambda *_: pytest.fail("measured"))
+    multiply(64)
     assert library.used == [1] and not blaslt.choices._names
+
+
+def test_where_nothing_is_offered_cublas_multiplies(library):
+    library.offers = 0
+    out, stream, x, weight = (torch.full(shape, 0.5, dtype=BF16) for shape in ((40, 16), (40, 16), (40, 32), (16, 32)))
+    blaslt._linear(out, x, weight, None, False)
+    blaslt._linear_add(stream, out, x, weight, None, 0.5, False)
+    assert not library.used and (out == 8.0).all() and (stream == 4.5).all()
 
 
 def test_postponed_products_are_chosen_for_later(library, monkeypatch):
@@ -107,7 +130,7 @@ def test_postponed_products_are_chosen_for_later(library, monkeypatch):
         multiply(64)
     assert not library.used and not blaslt.choices._names and len(later) == 1
     later[0]()
-    assert len(blaslt.choices._names) == 1 and blaslt._postponed is None
+    assert len(blaslt.choices._names) == 1 and getattr(blaslt._here, "postponed", None) is None
     multiply(64)
     assert library.used == [3]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import product
 
 import pytest
@@ -177,3 +178,11 @@ def test_they_are_for_cuda():
     }
     for op, some in operands.items():
         assert not next(i for i in op.implementations if i.name == "triton").accepts(*some)
+
+
+def test_the_first_kernel_of_a_step_waits_before_it_lets_others_begin():
+    """gpu/attention_decode.py reads lengths and tables before it waits: they are there because of this order."""
+    from flatout.kernels.gpu import embedding
+
+    text = inspect.getsource(embedding._gather.fn)
+    assert 0 < text.index("gdc_wait()") < text.index("gdc_launch_dependents()")

@@ -69,7 +69,9 @@ def test_text_ids_and_objects(tokenizer):
         ([5, False, 7], "position 1 must be a token id, got False"),
         ([5, np.True_], "position 1 must be a token id, got np.True_"),
         ([5, np.float32(6)], "position 1 must be a token id, got np.float32(6.0)"),
-        ([5, np.int64(600)], "token id 600 at position 1 is outside the vocabulary of 600"),
+        ([5, np.int64(6)], "position 1 must be a token id, got np.int64(6)"),
+        ([300, np.uint8(3)], "position 1 must be a token id, got np.uint8(3)"),
+        ([5, np.array([7])], "position 1 must be a token id, got array([7])"),
         ([5, 2**40], "token id 1099511627776 at position 1 is outside the vocabulary of 600"),
         ([600], "token id 600 at position 0"),
         (5, "must be text or a list of token ids, got int"),
@@ -85,7 +87,7 @@ def test_a52_bad_prompts(tokenizer, prompt, said):
     assert error.field == "prompt" and said in str(error)
 
 
-@pytest.mark.parametrize("ids", [[0], [1, 0, 1], [599, 0], [Kind.BOS, 7], (5, 6), [np.int64(6), 1], [300, np.uint8(3)]])
+@pytest.mark.parametrize("ids", [[0], [1, 0, 1], [599, 0], [Kind.BOS, 7], (5, 6)])
 def test_ids_are_packed_as_they_are_checked(tokenizer, ids):
     one, two = prepare("r", ids, SamplingParams(n=2), tokenizer, facts())
     assert one.prompt_ids == list(ids) and one.prompt_bytes == np.array(ids, np.int32).tobytes() and two.prompt_bytes is one.prompt_bytes

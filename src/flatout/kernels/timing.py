@@ -45,11 +45,13 @@ def _captured(runs: Mapping[str, Callable[[], None]], device: torch.device) -> d
     with torch.cuda.stream(stream):
         for name, run in runs.items():
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin()
-            for _ in range(calls):
-                elsewhere.sum()
-                run()
-            graph.capture_end()
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads may allocate meanwhile
+            try:
+                for _ in range(calls):
+                    elsewhere.sum()
+                    run()
+            finally:
+                graph.capture_end()
             graphs[name] = partial(_on_device, graph.replay, calls)
     torch.cuda.current_stream(device).wait_stream(stream)
     return graphs

@@ -32,8 +32,8 @@ from flatout.step import StepPlan
 
 # what captured steps take: 36 of a 7B model 0.15 GiB on an H200, where libraries were loaded before
 BYTES_BESIDE, BYTES_A_GRAPH = 256 << 20, 8 << 20
-MOST_WARMED = 64  # rows: beyond, implementations no longer differ
-CUT_OTHERWISE = {128, 192, 256, 384, 512, 768}  # rows beyond it for which a GPU's products are further kernels
+MOST_CLASSES = 4096  # tokens: chunks of more are rehearsed for attention's sake
+MOST_WARMED = 64  # rows of decode steps that are rehearsed where none is captured
 
 
 @dataclass(slots=True)
@@ -154,8 +154,10 @@ def _compile_ahead(runner: Runner, graphs: DecodeGraphs | None, name: str, longe
                 _warm_step(runner, longest, rows, tokens, logprobs=True)
             for start, tokens in _long_chunks(longest, budget):
                 _warm_step(runner, longest, 1, tokens, start=start)
+            for tokens in sorted({shape_class(n) for n in range(MOST_WARMED + 1, min(budget, longest - 1, MOST_CLASSES) + 1)}):
+                _warm_step(runner, longest, 1, tokens)
             if graphs is not None:
-                for size in sorted(({shape_class(n) for n in graphs.sizes if n <= MOST_WARMED} | CUT_OTHERWISE) & set(graphs.sizes)):
+                for size in sorted({shape_class(n) for n in graphs.sizes if n <= MOST_WARMED} & set(graphs.sizes)):
                     graphs.rehearse(size)
                 if graphs.backend.cascades:  # its first step of the kind then waits for a capture alone
                     graphs.rehearse(graphs.sizes[-1], cascade=True)

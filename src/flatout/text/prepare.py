@@ -132,16 +132,16 @@ def _ids(prompt: Any) -> list[int]:
 def _checked_bytes(ids: list[int], facts: ModelFacts) -> bytes:
     """The ids as int32, each one that the model has: a tokenizer with more tokens than the embedding has rows is caught here too.
     Raises RequestError naming position and id."""
-    with suppress(struct.error):  # no integer, or one beyond int32
+    with suppress(struct.error, TypeError, OverflowError):  # no integer, one beyond int32, or numpy's beyond its own
         data = int32_bytes(ids)
         array = np.frombuffer(data, np.int32)
         least = array.min()
-        # True and False are written as 1 and 0: only among these are types looked at, at 20 ns an id
-        plain = least > 1 or countOf(map(type, ids), int) == len(ids)
+        # numpy's integers add up as numpy's; True and False are written as 1 and 0, so only among these is every type looked at (20 ns an id)
+        plain = (least > 1 and type(sum(ids)) is int) or countOf(map(type, ids), int) == len(ids)
         if plain and least >= 0 and array.max() < facts.vocab_size:
             return data
     for position, token in enumerate(ids):
-        if isinstance(token, bool) or not hasattr(token, "__index__"):
+        if isinstance(token, bool) or not isinstance(token, int):
             raise RequestError("prompt", f"position {position} must be a token id, got {token!r}")
         if not 0 <= token < facts.vocab_size:
             raise RequestError("prompt", f"token id {token} at position {position} is outside the vocabulary of {facts.vocab_size}")

@@ -73,9 +73,12 @@ def compile_all(wanted: Wanted, processes: int) -> int:
             _compile(work, jobs, device)
         children.append(child)
     os.close(jobs)
-    for measure in wanted.measurements:
-        measure()
-    return wished - len(children) + sum(not _ended_well(child) for child in children)
+    try:
+        for measure in wanted.measurements:
+            measure()
+    finally:
+        failed = wished - len(children) + sum(not _ended_well(child) for child in children)
+    return failed
 
 
 def _ended_well(child: int) -> bool:

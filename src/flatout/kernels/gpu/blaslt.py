@@ -1,7 +1,7 @@
 """cuBLASLt's algorithms for linear and linear_add: of those it offers for a shape the one that is fastest here, measured once and kept.
 
 cuBLAS takes the first that its own rules name. On a device that runs into its power limit that is often not the best: on an H200 other ones did
-4 to 12 % more of a prompt's products (docs/performance.md). Called through ctypes, as torch has no words for it; the library is the one torch
+2 to 12 % more of a prompt's products (docs/performance.md). Called through ctypes, as torch has no words for it; the library is the one torch
 brings. Registers on kernels/linear.py's ops instead of cuBLAS itself, whose own choice is one of the algorithms, and which stays where the
 library is not found.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -61,7 +61,7 @@ class _Offer(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The one that torch loaded, or nothing: another's state and version would not be torch's."""
+    """The one that torch loads, by its name."""
     if not torch.version.cuda or not torch.cuda.is_available():
         return None
     torch.cuda.current_blas_handle()  # loads it
@@ -146,7 +146,8 @@ class Product:
         self._alpha, self._beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if form.adds else 0.0)
         self._factors = ctypes.addressof(self._alpha), ctypes.addressof(self._beta)
         self._lock = threading.Lock()
-        self.chosen: _Algorithm | None = None
+        self.settled = False  # an algorithm was looked for
+        self.chosen: _Algorithm | None = None  # none where the library has none
 
     def _own(self, kind: str, *args: Any) -> ctypes.c_void_p:
         made = _made(f"cublasLt{kind}Create", *args)
@@ -163,7 +164,7 @@ class Product:
             getattr(library, f"cublasLt{kind}Destroy")(made)
 
     def offers(self) -> list[_Algorithm]:
-        """The library's algorithms for this form, its own choice first. Raises BlasError where it has none."""
+        """The library's algorithms for this form, its own choice first."""
         preference = _made("cublasLtMatmulPreferenceCreate")
         room, found, offers = ctypes.c_size_t(_WORKSPACE), ctypes.c_int(), (_Offer * _OFFERED)()
         try:
@@ -171,10 +172,11 @@ class Product:
             for operand in _ALIGNMENTS:
                 aligned = ctypes.c_uint32(_ALIGNED)
                 _ask("cublasLtMatmulPreferenceSetAttribute", preference, operand, ctypes.byref(aligned), ctypes.c_size_t(4))
-            _ask(
-                "cublasLtMatmulAlgoGetHeuristic", self._handle, self._description, self._weight, self._x, self._out, self._out,
-                preference, _OFFERED, offers, ctypes.byref(found),
-            )  # fmt: skip
+            with suppress(BlasError):  # it has none
+                _ask(
+                    "cublasLtMatmulAlgoGetHeuristic", self._handle, self._description, self._weight, self._x, self._out, self._out,
+                    preference, _OFFERED, offers, ctypes.byref(found),
+                )  # fmt: skip
         finally:
             _ask("cublasLtMatmulPreferenceDestroy", preference)
         return [_Algorithm.from_buffer_copy(o.algorithm) for o in offers[: found.value] if o.state == 0]
@@ -220,24 +222,27 @@ def _product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, adds: 
             (out.stride(0), x.stride(0), weight.stride(0)),
         )  # fmt: skip
         if len(_products) >= _MOST:
-            _products.clear()
+            _products.pop(next(iter(_products)))
         made = _products[known] = Product(form, x.device)
     return made
 
 
-def _choose(product: Product, *operands: Any) -> _Algorithm:
+def _choose(product: Product, *operands: Any) -> _Algorithm | None:
     """The algorithm for all rows of this form's class: the kept one, or the fastest of those offered. The library's own choice where that cannot
-    do these rows."""
+    do these rows, or nothing can be measured now; None where it has none."""
     name = f"cuBLASLt {_version()} {astuple(replace(product.form, rows=shape_class(product.form.rows)))}"
-    if kept := choices.get(name):
-        algorithm = _read(kept)
-        return algorithm if algorithm is not None and product.takes(algorithm) else product.offers()[0]
+    kept = _read(choices.get(name))
+    if kept is not None and product.takes(kept):
+        return kept
     offers = product.offers()
+    if kept is not None or len(offers) < 2 or name in _unmeasured or torch.cuda.is_current_stream_capturing():
+        return offers[0] if offers else None
     out, *others = operands
     try:
         trial = out.clone() if product.form.adds else out
         seconds = medians({str(i): partial(product.run, offer, trial, *others) for i, offer in enumerate(offers)}, product.device)
-    except torch.OutOfMemoryError:  # first met where the device is full
+    except torch.OutOfMemoryError:  # first met where the device is full: not tried with every number of rows again
+        _unmeasured.add(name)
         return offers[0]
     best = min(seconds, key=seconds.__getitem__)
     algorithm = offers[int(best) if seconds[best] < _CLEARLY * seconds["0"] else 0]
@@ -245,43 +250,51 @@ def _choose(product: Product, *operands: Any) -> _Algorithm:
     return algorithm
 
 
-def _choose_later(product: Product, out: Tensor, x: Tensor, *others: Any) -> None:
-    """For a product that was not multiplied: its rows are what memory held, often zeros, of which the device computes more than the power it may
-    take allows of others."""
-    x.normal_()
-    _choose(product, out, x, *others)
+_unmeasured: set[str] = set()
 
 
-def _read(kept: str) -> _Algorithm | None:
+def _read(kept: str | None) -> _Algorithm | None:
     try:
-        return _Algorithm.from_buffer_copy(bytes.fromhex(kept))
+        return _Algorithm.from_buffer_copy(bytes.fromhex(kept)) if kept else None
     except ValueError:  # not what was written here
         return None
 
 
-_postponed: list[Callable[[], object]] | None = None  # inside postponing(): the choices that products would have had to make
+def _choose_later(product: Product, out: Tensor, x: Tensor, *others: Any) -> None:
+    """For a product that was not multiplied: its rows are what memory held, often zeros, of which the device computes more than the power it may
+    take allows of others."""
+    x.normal_(generator=torch.Generator(x.device).manual_seed(0))
+    _choose(product, out, x, *others)
+
+
+_here = threading.local()  # postponed: inside postponing(), the choices that products would have had to make
 
 
 @contextmanager
 def postponing() -> Iterator[list[Callable[[], object]]]:
-    """Inside, products are noted instead of chosen for and multiplied."""
-    global _postponed
-    _postponed = []
+    """Inside, products are noted instead of chosen for and multiplied, in this thread alone. The list is complete when it is left."""
+    later: list[Callable[[], object]] = []
+    _here.postponed = noted = dict[Product, Callable[[], object]]()
     try:
-        yield _postponed
+        yield later
     finally:
-        _postponed = None
+        _here.postponed = None
+        later += noted.values()
 
 
-def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0, adds: bool = False) -> None:
-    """out [T, N] = scale * (x [T, K] @ weight [N, K]^T) + bias, and + out where it adds: by the fastest algorithm for rows of T's class."""
+def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0, adds: bool = False) -> bool:
+    """out [T, N] = scale * (x [T, K] @ weight [N, K]^T) + bias, and + out where it adds: by the fastest algorithm for rows of T's class. False,
+    with nothing done, where the library has none."""
     product = _product(out, x, weight, bias, adds)
-    if _postponed is not None:
-        _postponed.append(partial(_choose_later, product, out, x, weight, bias, scale))
-        return
+    if (postponed := getattr(_here, "postponed", None)) is not None:
+        postponed[product] = partial(_choose_later, product, out, x, weight, bias, scale)
+        return True
+    if not product.settled:
+        product.chosen, product.settled = _choose(product, out, x, weight, bias, scale), True
     if product.chosen is None:
-        product.chosen = _choose(product, out, x, weight, bias, scale)
+        return False
     product.run(product.chosen, out, x, weight, bias, scale)
+    return True
 
 
 def _suits(out: Tensor, x: Tensor, weight: Tensor, invariant: bool) -> bool:
@@ -305,7 +318,8 @@ def _linear_accepts(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
 
 @linear.implementation("blaslt", _linear_accepts, instead_of="blas")
 def _linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> None:
-    multiply(out, x, weight, bias)
+    if not multiply(out, x, weight, bias):
+        linear.reference(out, x, weight, bias, invariant)
 
 
 def _add_accepts(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> bool:
@@ -314,4 +328,5 @@ def _add_accepts(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bia
 
 @linear_add.implementation("blaslt", _add_accepts, instead_of="addmm")
 def _linear_add(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> None:
-    multiply(stream, x, weight, None, scale, adds=True)
+    if not multiply(stream, x, weight, None, scale, adds=True):
+        torch.addmm(stream, x, weight.t(), alpha=scale, out=stream)

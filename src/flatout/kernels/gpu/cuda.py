@@ -209,11 +209,13 @@ def _keep(path: Path, made: bytes) -> None:
             raise
 
 
+_here = threading.local()  # noted: inside noting(), the variants that would have been launched
+
+
 class Program:
     """A kernel in CUDA C++ and the variants of it that were met."""
 
     folder: Path | None = None  # where machine code is kept: load() of this package says
-    noted: dict[tuple[Program, str, Variant], None] | None = None  # inside noting(): variants that would have been launched
 
     def __init__(self, source: str | Callable[..., str], name: str, signature: str, options: tuple[str, ...] = ()):
         """source, or source(**macros), is the text, which includes nothing; `name` is the kernel's in it (extern "C"). signature: of each
@@ -226,7 +228,7 @@ class Program:
         """The variant, compiled and loaded where it is new, which no graph may be captured for meanwhile; None while variants are only noted.
         Raises CudaError, with the compiler's words if it is the compiler's."""
         variant = tuple(macros.items())
-        if (noted := Program.noted) is not None:
+        if (noted := getattr(_here, "noted", None)) is not None:
             noted[self, _architecture(device), variant] = None
             return None
         kernel = self._kernels.get((device, variant))
@@ -266,13 +268,12 @@ class Program:
 
 @contextmanager
 def noting() -> Iterator[dict[tuple[Program, str, Variant], None]]:
-    """Inside, variants are noted instead of compiled and launched."""
-    noted: dict[tuple[Program, str, Variant], None] = {}
-    Program.noted = noted
+    """Inside, variants are noted instead of compiled and launched, in this thread alone."""
+    _here.noted = noted = dict[tuple[Program, str, Variant], None]()
     try:
         yield noted
     finally:
-        Program.noted = None
+        _here.noted = None
 
 
 # ---------------------------------------------------------------- launching
@@ -295,17 +296,7 @@ class Kernel:
         first = ctypes.addressof(self._room) + self._first
         self._parameters = (ctypes.c_void_p * len(signature))(*(first + offset for offset in offsets))
         self._configs: dict[tuple[Any, ...], tuple[_Config, Any]] = {}
-        self._clusters: dict[tuple[int, int, Size], int] = {}
         self._lock = threading.Lock()
-
-    def clusters(self, block: int, shared: int, cluster: Size) -> int:
-        """How many clusters of programs the device holds at once: fewer than its multiprocessors divided, where these are grouped unevenly."""
-        form = (block, shared, cluster)
-        if form not in self._clusters:
-            found, config = ctypes.c_int(), _config(cluster, block, shared, cluster, False)
-            _ask("cuOccupancyMaxActiveClusters", ctypes.byref(found), self._function, ctypes.byref(config))
-            self._clusters[form] = found.value
-        return self._clusters[form]
 
     def launch(self, grid: Size, block: int, shared: int, args: Sequence[Any], cluster: Size = 1, pdl: bool = False) -> None:
         """Queue on torch's current stream: `grid` programs of `block` threads and `shared` bytes, in clusters. pdl: may start before the kernel
