@@ -252,14 +252,16 @@ class LLM:
             cache_salt=cache_salt,
         )
 
-    def _admit(self, requests: list[Request], deltas: deque[StreamDelta] | None = None) -> list[_Live]:
+    def _lives_of(self, requests: list[Request], deltas: deque[StreamDelta] | None = None) -> list[_Live]:
         def text_of(request: Request) -> SequenceText | None:
             return SequenceText(self.tokenizer, request.params, request.prompt_ids) if self.tokenizer else None
 
-        lives = [_Live(request, text_of(request), deltas) for request in requests]
-        self.engine.add(requests)
+        return [_Live(request, text_of(request), deltas) for request in requests]
+
+    def _admit(self, lives: list[_Live]) -> None:
+        """Whatever ends this call, _forget() undoes it."""
         self._live.update((live.request.key, live) for live in lives)
-        return lives
+        self.engine.add([live.request for live in lives])
 
     def _step(self) -> tuple[int, list[_Live]]:
         """One engine step; its outputs as text. A stop string found here ends the sequence in the engine. Returns how many tokens came,
@@ -295,8 +297,8 @@ class LLM:
 
             try:
                 for requests in prepared:
-                    with _interrupts_wait():
-                        done.append(self._admit(requests))
+                    done.append(self._lives_of(requests))
+                    self._admit(done[-1])
                     unfinished.update(request.key for request in requests)
                     waiting += len(requests[0].prompt_ids)
                     if early is not None and waiting >= early:
@@ -311,9 +313,9 @@ class LLM:
 
     def _deltas_of(self, requests: list[Request]) -> Generator[StreamDelta, None, None]:
         queue: deque[StreamDelta] = deque()
-        unfinished, lives = len(requests), []
+        unfinished, lives = len(requests), self._lives_of(requests, queue)
         try:
-            lives = self._admit(requests, queue)
+            self._admit(lives)
             while unfinished:
                 while not queue:
                     with _no_full_collection:
@@ -328,7 +330,7 @@ class LLM:
     def _forget(self, lives: list[_Live]) -> None:
         """Drop a request's; what of it still runs is aborted."""
         for live in lives:
-            del self._live[live.request.key]
+            self._live.pop(live.request.key, None)
             if live.finish_reason is None:
                 self.engine.abort(*live.request.key)
 

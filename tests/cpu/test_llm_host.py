@@ -135,19 +135,22 @@ def test_the_device_begins_before_all_are_admitted(roomy, monkeypatch, options, 
         assert all(len(r.outputs[0].token_ids) == 6 for r in results)
 
 
-def test_a_refusal_after_the_device_began_leaves_nothing(roomy, monkeypatch):
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("error", [RequestError("prompt", "is not wanted"), KeyboardInterrupt()], ids=["refusal", "interrupt"])
+def test_what_ends_the_admission_after_the_device_began_leaves_nothing(roomy, monkeypatch, error, added):
     prompts = [ids(900) for _ in range(7)]
     with roomy() as llm:
         add, admitted = llm.engine.add, []
 
-        def refuse(requests):
+        def end(requests):
             admitted.append(1)
+            if len(admitted) < 7 or added:
+                add(requests)
             if len(admitted) == 7:
-                raise RequestError("prompt", "is not wanted")
-            add(requests)
+                raise error
 
-        monkeypatch.setattr(llm.engine, "add", refuse)
-        with pytest.raises(RequestError, match="not wanted"):
+        monkeypatch.setattr(llm.engine, "add", end)
+        with pytest.raises(type(error)):
             llm.generate(prompts, GREEDY)
         monkeypatch.setattr(llm.engine, "add", add)
         assert not llm._live

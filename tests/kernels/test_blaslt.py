@@ -22,6 +22,7 @@ class Library:
 
     def __init__(self):
         self.calls, self.made, self.takes, self.offers = [], 0, True, 3
+        self.refusal = 0
         self.used = []  # the algorithms of the products so far
 
     def __getattr__(self, name):
@@ -39,7 +40,7 @@ class Library:
                 for i in range(self.offers):
                     args[8][i].algorithm.data[0] = i + 1
                 args[9]._obj.value = self.offers
-                return int(not self.offers)
+                return self.refusal
             if name == "cublasLtGetStatusString":
                 return b"said"
             return int(name == "cublasLtMatmulAlgoCheck" and not self.takes)
@@ -117,11 +118,14 @@ def test_nothing_is_measured_while_a_graph_is_captured(library, monkeypatch):
 
 
 def test_where_nothing_is_offered_cublas_multiplies(library):
-    library.offers = 0
+    library.offers, library.refusal = 0, blaslt._UNSUPPORTED
     out, stream, x, weight = (torch.full(shape, 0.5, dtype=BF16) for shape in ((40, 16), (40, 16), (40, 32), (16, 32)))
     blaslt._linear(out, x, weight, None, False)
     blaslt._linear_add(stream, out, x, weight, None, 0.5, False)
     assert not library.used and (out == 8.0).all() and (stream == 4.5).all()
+    library.refusal = 7
+    with pytest.raises(blaslt.BlasError, match="AlgoGetHeuristic: said"):
+        multiply(64)
 
 
 def test_postponed_products_are_chosen_for_later(library, monkeypatch):

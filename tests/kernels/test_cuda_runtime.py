@@ -438,13 +438,17 @@ def test_a_mistake_is_shown_where_it_is(nvrtc, tmp_path):
 
 def test_a_device_that_could_do_more_is_told_so(monkeypatch):
     from flatout.kernels import gpu
-    from flatout.kernels.gpu import device
+    from flatout.kernels.gpu import blaslt, device
 
     hopper, ada = torch.device("cuda", 0), torch.device("cuda", 1)
     monkeypatch.setattr(device, "facts", lambda d: device.Facts((9, 0) if d == hopper else (8, 9), 132, 1 << 17, True))
     monkeypatch.setattr(cuda, "available", lambda d: False)
+    monkeypatch.setattr(blaslt, "available", lambda: True)
     (line,) = gpu.lacking(hopper)
     assert "no NVRTC was found" in line and "nvidia-cuda-nvrtc" in line
     assert gpu.lacking(ada) == []
     monkeypatch.setattr(cuda, "available", lambda d: True)
     assert gpu.lacking(hopper) == []
+    monkeypatch.setattr(blaslt, "available", lambda: False)
+    (line,) = gpu.lacking(ada)
+    assert "no cuBLASLt" in line

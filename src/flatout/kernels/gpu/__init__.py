@@ -44,11 +44,15 @@ def lacking(device: torch.device) -> list[str]:
     """A line for the user where kernels that this device could run are left out."""
     if find_spec("triton") is None:
         return ["kernels: torch's own, as Triton is not installed"]
+    from flatout.kernels.gpu import blaslt
     from flatout.kernels.gpu.cuda import available
     from flatout.kernels.gpu.device import facts
 
+    lines = []
     if facts(device).capability == (9, 0) and not available(device):
-        return [
+        lines.append(
             "kernels: products of 5 to 192 rows are cuBLAS's, some 8 % of a decode step slower: no NVRTC was found that compiles (pip install nvidia-cuda-nvrtc)"
-        ]
-    return []
+        )
+    if not blaslt.available():
+        lines.append("kernels: products of prompts by cuBLAS's own choice, some 4 % slower: no cuBLASLt of this torch's CUDA was found")
+    return lines

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -30,6 +30,7 @@ _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_32F,
 _COMPUTE = 68  # CUBLAS_COMPUTE_32F
 _TRANSPOSE_A, _EPILOGUE, _BIAS = 3, 7, 8  # CUBLASLT_MATMUL_DESC_TRANSA, _EPILOGUE, _BIAS_POINTER
 _EPILOGUE_BIAS = 4
+_UNSUPPORTED = 15  # CUBLAS_STATUS_NOT_SUPPORTED
 _MOST_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, _MIN_ALIGNMENT_A_BYTES to _D_BYTES
 _ALIGNED = 16  # bytes: rows of 8 numbers
 _WORKSPACE = 32 << 20  # bytes; what torch gives cuBLAS on sm_90
@@ -39,6 +40,10 @@ _CLEARLY = 0.99  # of the time of the library's own choice: less of a gain may b
 
 class BlasError(RuntimeError):
     """What cuBLASLt said."""
+
+    def __init__(self, said: str, code: int = 0):
+        super().__init__(said)
+        self.code = code
 
 
 class _Algorithm(ctypes.Structure):
@@ -84,12 +89,16 @@ def _version() -> int:
     return int(library.cublasLtGetVersion())
 
 
+def available() -> bool:
+    return _library() is not None
+
+
 def _ask(call: str, *args: Any) -> None:
     library = _library()
     if library is None:
         raise BlasError(f"{call}: cuBLASLt was not found")
     if code := getattr(library, call)(*args):
-        raise BlasError(f"{call}: {library.cublasLtGetStatusString(code).decode()}")
+        raise BlasError(f"{call}: {library.cublasLtGetStatusString(code).decode()}", code)
 
 
 def _made(call: str, *args: Any) -> ctypes.c_void_p:
@@ -164,7 +173,7 @@ class Product:
             getattr(library, f"cublasLt{kind}Destroy")(made)
 
     def offers(self) -> list[_Algorithm]:
-        """The library's algorithms for this form, its own choice first."""
+        """The library's algorithms for this form, its own choice first; none where it has none."""
         preference = _made("cublasLtMatmulPreferenceCreate")
         room, found, offers = ctypes.c_size_t(_WORKSPACE), ctypes.c_int(), (_Offer * _OFFERED)()
         try:
@@ -172,11 +181,13 @@ class Product:
             for operand in _ALIGNMENTS:
                 aligned = ctypes.c_uint32(_ALIGNED)
                 _ask("cublasLtMatmulPreferenceSetAttribute", preference, operand, ctypes.byref(aligned), ctypes.c_size_t(4))
-            with suppress(BlasError):  # it has none
-                _ask(
-                    "cublasLtMatmulAlgoGetHeuristic", self._handle, self._description, self._weight, self._x, self._out, self._out,
-                    preference, _OFFERED, offers, ctypes.byref(found),
-                )  # fmt: skip
+            _ask(
+                "cublasLtMatmulAlgoGetHeuristic", self._handle, self._description, self._weight, self._x, self._out, self._out,
+                preference, _OFFERED, offers, ctypes.byref(found),
+            )  # fmt: skip
+        except BlasError as error:
+            if error.code != _UNSUPPORTED:
+                raise
         finally:
             _ask("cublasLtMatmulPreferenceDestroy", preference)
         return [_Algorithm.from_buffer_copy(o.algorithm) for o in offers[: found.value] if o.state == 0]
@@ -308,7 +319,7 @@ def _suits(out: Tensor, x: Tensor, weight: Tensor, invariant: bool) -> bool:
         and out.dtype in (x.dtype, torch.float32)
         and weight.shape[0] % 8 == 0
         and weight.shape[1] % 8 == 0
-        and _library() is not None
+        and available()
     )
 
 

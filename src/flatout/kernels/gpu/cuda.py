@@ -350,7 +350,8 @@ _maps: dict[tuple[Any, ...], bytes] = {}
 
 def tensor_map(tensor: Tensor, box_rows: int, box_columns: int, swizzle: int = 128) -> bytes:
     """How a kernel fetches boxes of a row-major matrix [rows, columns] of 16 or 32-bit floats, with zeros outside of it: the 128 bytes of a
-    parameter `m`. A box begins at a column of whole 16 bytes: at others the device stopped with an illegal instruction (H200). swizzle: 128 bytes, to which a box's row is limited, or 0. Raises ValueError for a matrix or box that cannot be fetched so."""
+    parameter `m`. A box begins at a column of whole 16 bytes: at others the device stopped with an illegal instruction (H200). swizzle: 128
+    bytes, to which a box's row is limited, or 0. Raises ValueError for a matrix or box that cannot be fetched so."""
     form = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box_rows, box_columns, swizzle)
     made = _maps.get(form)
     if made is None:

@@ -1,4 +1,4 @@
-"""Products of more than a few rows with plain weights on sm_90: tiles by shape, and the launch of hopper_product.cu, which says how it works.
+"""Products of 5 to 192 rows with plain weights on sm_90: tiles by shape, and the launch of hopper_product.cu, which says how it works.
 
 Registers on kernels/linear.py's ops. Tiles were swept on an H200 (tests/gpu/sweeps/products.py); cuBLAS and linear.py's kernels compete with
 it by measured choice. Needs NVRTC: where that is not found, it declines.
@@ -16,7 +16,7 @@ from torch import Tensor
 from flatout.kernels.gpu.cuda import Program, available, tensor_map
 from flatout.kernels.gpu.device import Facts, facts
 from flatout.kernels.gpu.linear import LEAST_ROWS
-from flatout.kernels.gpu.whole import round_up
+from flatout.kernels.gpu.whole import cdiv, round_up
 from flatout.kernels.linear import linear, linear_add, norm_gated, norm_linear
 from flatout.kernels.norm import rms_norm
 
@@ -66,11 +66,11 @@ def tiles(warpgroups: int, outputs: int, gated: bool, device: Facts) -> Tiles:
     if lines < 96 * device.sms:
         most = 240 if warpgroups < 3 else 160  # sums in registers
         for cluster in (4, 2):
-            width = round_up(-(-lines // int(FULL * device.sms / cluster)), 16 if gated else 8)
+            width = round_up(cdiv(lines, int(FULL * device.sms / cluster)), 16 if gated else 8)
             if width <= most:
                 return _stages(Tiles(width, warpgroups, 1, cluster), device)
-    waves = -(-lines // (160 * device.sms))
-    return _stages(Tiles(round_up(-(-lines // (waves * device.sms)), 16), warpgroups, 1), device)
+    waves = cdiv(lines, 160 * device.sms)
+    return _stages(Tiles(round_up(cdiv(lines, waves * device.sms), 16), warpgroups, 1), device)
 
 
 def _source(TN: int, BF16: int, **_: int) -> str:
@@ -102,7 +102,8 @@ def product(
     device = facts(x.device)
     rows, columns = x.shape
     outputs = out.shape[1]
-    t = chosen or tiles(-(-rows // 64), outputs, activation is not None, device)
+    t = chosen or tiles(cdiv(rows, 64), outputs, activation is not None, device)
+    assert rows <= t.rows, "one tile holds all rows"
     kernel = PROGRAM.get(
         x.device,
         TN=t.weight,
@@ -117,7 +118,7 @@ def product(
         return
     width = t.weight // 2 if activation else t.weight  # columns of out in a tile
     maps = tensor_map(x, t.rows, 64), tensor_map(weight, width, 64)
-    units = -(-outputs // width)
+    units = cdiv(outputs, width)
     programs = units * t.cluster if t.cluster > 1 else min(units, device.sms)
     args = (*maps, out, bias, rows, outputs, columns, out.stride(0), scale)
     kernel.launch(programs, 128 * (t.warpgroups + 1), t.shared_memory, args, cluster=t.cluster, pdl=True)
