@@ -143,7 +143,7 @@ def test_requests_with_one_prefix(default_model):
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     ids = []
     for option in ({}, {"disable_cascade_attn": True}, {"deterministic": True}):
-        options = {"dtype": "float32", "attention_backend": "triton", "max_num_seqs": 32, "gpu_memory_utilization": 0.1, **option}
+        options = {"dtype": "float32", "attention_backend": "triton", "max_num_seqs": 32, "num_gpu_blocks_override": 4096, **option}
         with LLM("smollm2", max_model_len=1024, **options) as llm:
             executor = llm.engine.runner.executor
             executor.backend.key_bytes = 1 << 20  # few keys are worth it

@@ -35,7 +35,7 @@ def answer(result) -> tuple:
 
 
 def open_llm(model: str, dtype: str, **options) -> LLM:
-    given = {"max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.1, "deterministic": True, **options}
+    given = {"max_model_len": 512, "max_num_seqs": 16, "num_gpu_blocks_override": 4096, "deterministic": True, **options}
     return LLM(model, dtype=dtype, **given)
 
 

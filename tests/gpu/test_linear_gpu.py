@@ -55,7 +55,7 @@ def test_real_shapes(case):
         if case.dtype == FP16 and "norm" in case.form and rows > gpu.VECTOR_ROWS:
             continue
         twice(replace(case, rows=rows))
-    assert not gpu._scratch(torch.device("cuda", torch.cuda.current_device()))[1].any()
+    assert not gpu.scratch(torch.device("cuda", torch.cuda.current_device()))[1].any()
 
 
 def test_random_shapes_and_blocks():

@@ -40,7 +40,7 @@ def excused(ids: list[int], case: dict) -> int:
     ids=str,
 )
 def test_default_model_float32(default_model, options):
-    with LLM("smollm2", dtype="float32", max_model_len=1024, gpu_memory_utilization=0.1, **options) as llm:
+    with LLM("smollm2", dtype="float32", max_model_len=1024, num_gpu_blocks_override=4096, **options) as llm:
         params = [SamplingParams(temperature=0, max_tokens=len(c["greedy_ids"])) for c in CASES]
         together = llm.generate([c["prompt_ids"] for c in CASES], params)
         alone = [llm.generate([c["prompt_ids"]], p)[0] for c, p in zip(CASES, params)]
@@ -51,7 +51,7 @@ def test_default_model_float32(default_model, options):
 @pytest.mark.parametrize("backend", ("torch", "triton"))
 def test_a17_any_number_of_rows_gives_the_same_ids(default_model, backend):
     """Batch sizes between those that kernels and captured steps are made for."""
-    options = {"attention_backend": backend, "max_num_seqs": 32, "gpu_memory_utilization": 0.1}
+    options = {"attention_backend": backend, "max_num_seqs": 32, "num_gpu_blocks_override": 4096}
     with LLM("smollm2", dtype="float32", max_model_len=1024, **options) as llm:
         for rows in (1, 2, 3, 5, 7, 9, 17, 32, 33):
             cases = [CASES[i % len(CASES)] for i in range(rows)]
@@ -62,7 +62,7 @@ def test_a17_any_number_of_rows_gives_the_same_ids(default_model, backend):
 
 @pytest.mark.parametrize("options", ({}, {"enforce_eager": True}, {"attention_backend": "torch"}), ids=str)
 def test_default_model_bfloat16(default_model, options):
-    with LLM("smollm2", dtype="bfloat16", max_model_len=1024, gpu_memory_utilization=0.1, **options) as llm:
+    with LLM("smollm2", dtype="bfloat16", max_model_len=1024, num_gpu_blocks_override=4096, **options) as llm:
         params = [SamplingParams(temperature=0, max_tokens=len(c["greedy_ids"])) for c in CASES]
         results = llm.generate([c["prompt_ids"] for c in CASES], params)
         for result, case in zip(results, CASES):

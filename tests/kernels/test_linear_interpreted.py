@@ -61,7 +61,7 @@ def test_tiles_over_their_edges_and_shares(form):
     ):  # fmt: skip
         chosen = gpu.Config("tiles", held, 16, 32, 1, shares=shares, stages=2)
         run(replace(form, rows=rows, outputs=outputs, columns=columns, seed=outputs), chosen)
-    assert not gpu._scratch(torch.device("cpu"))[1].any()
+    assert not gpu.scratch(torch.device("cpu"))[1].any()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 9, 64])

@@ -14,6 +14,7 @@ import torch
 MODULES = (
     "attention",
     "embedding",
+    "fp8",
     "gate",
     "greedy",
     "inputs",

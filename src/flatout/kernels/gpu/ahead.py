@@ -24,6 +24,7 @@ import triton
 from triton.runtime.driver import driver
 
 from flatout.kernels.gpu import blaslt, cuda
+from flatout.kernels.gpu.launch import without_launches
 
 LONGEST = 120.0  # seconds that a child may take: 8 were enough for 55 kernels and 16 children
 
@@ -41,9 +42,9 @@ def collect() -> Iterator[Wanted]:
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         wanted.kernels[id(fn.jit_function), str(key)] = partial(_triton, fn.jit_function, compile["specialization_data"])
-        return True  # do not compile; a launch without a kernel does nothing
+        return True  # do not compile
 
-    with triton.knobs.runtime.scope(), cuda.noting() as variants, blaslt.postponing() as measurements:
+    with triton.knobs.runtime.scope(), without_launches(), cuda.noting() as variants, blaslt.postponing() as measurements:
         triton.knobs.runtime.jit_cache_hook = note
         yield wanted
     for program, architecture, variant in variants:

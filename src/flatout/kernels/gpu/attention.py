@@ -20,6 +20,7 @@ from flatout.kernels.gpu.attention_decode import decode
 from flatout.kernels.gpu.attention_prefill import prefill
 from flatout.kernels.gpu.attention_shared import shared
 from flatout.kernels.gpu.device import Facts, facts
+from flatout.kernels.gpu.launch import launch
 from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.prefixes import Shared
 
@@ -131,15 +132,15 @@ def _paged(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Atten
     }
     band, precision = {"WINDOW": work.window or 0}, {"PRECISION": "ieee" if exact else None}
     if plan.singles:
-        kv_lens, theirs, launch = plan.kv_lens, (None,) * 4 + (0, 0), dict.fromkeys(("SHARED_M", "SHARED_N", "GROUPS"), 0)
+        kv_lens, theirs, form = plan.kv_lens, (None,) * 4 + (0, 0), dict.fromkeys(("SHARED_M", "SHARED_N", "GROUPS"), 0)
         if plan.shared is not None:
-            theirs, launch = _shared(plan, plan.shared, (q, k_cache, v_cache), strides[1:], scales, shape)
+            theirs, form = _shared(plan, plan.shared, (q, k_cache, v_cache), strides[1:], scales, shape)
             kv_lens = plan.shared.own
         sizes = decode_sizes(width, group, plan.singles, device)
         m = next_power_of_2(max(group, 16))
         workers = max(1, device.sms * (PROGRAMS_OF_FEW if plan.singles <= FEW else PROGRAMS) // kv_heads)
         scratch = _scratch(q.device, kv_heads * workers * 2 * m, pad, kv_heads * workers)
-        launch |= {
+        form |= {
             "M": m,
             "TILE": sizes.tile,
             "ROWS": ROWS,
@@ -148,9 +149,11 @@ def _paged(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Atten
             "num_warps": sizes.warps,
         }
         grid = (kv_heads, workers)
-        decode[grid](
+        launch(
+            decode,
+            grid,
             out, q, k_cache, v_cache, plan.rows, plan.q_starts, kv_lens, *lengths[2:], *scratch, *theirs, plan.singles, *strides, *scales,
-            **launch, **band, **precision, **shape,
+            **form, **band, **precision, **shape,
         )  # fmt: skip
     if plan.num_tiles:
         kernel = None if exact else _hopper(device.capability, "prefill")
@@ -158,9 +161,9 @@ def _paged(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Atten
             sizes, precision = hopper_sizes(width, plan.tile_queries), {}
         else:
             kernel, sizes = prefill, prefill_sizes(width, plan.tile_queries, exact, device)
-        launch = {"M": plan.tile_queries, "N": sizes.tile, "STAGES": sizes.stages, "num_warps": sizes.warps}
+        form = {"M": plan.tile_queries, "N": sizes.tile, "STAGES": sizes.stages, "num_warps": sizes.warps}
         grid = (kv_heads, plan.num_tiles)
-        kernel[grid](out, q, k_cache, v_cache, plan.tiles, *lengths, *strides, *scales, **launch, **band, **precision, **shape)
+        launch(kernel, grid, out, q, k_cache, v_cache, plan.tiles, *lengths, *strides, *scales, **form, **band, **precision, **shape)
 
 
 def _shared(
@@ -178,7 +181,7 @@ def _shared(
     # rows rounded, so that steps of similar sizes use the same memory
     room = cdiv(next_power_of_2(plan.singles) * shape["GROUP"], queries) + groups + workers
     pieces = _pieces(q.device, kv_heads * room * queries, shape["PAD"])
-    launch = {"M": queries, "N": sizes.tile, "GROUPS": groups, "STAGES": sizes.stages, "num_warps": sizes.warps}
+    form = {"M": queries, "N": sizes.tile, "GROUPS": groups, "STAGES": sizes.stages, "num_warps": sizes.warps}
     rows = (found.groups, found.order, plan.tables, plan.table_rows)
-    kernel[(kv_heads, workers)](*pieces, *operands, *rows, room, *strides, *scales, **launch, **precision, **shape)
+    launch(kernel, (kv_heads, workers), *pieces, *operands, *rows, room, *strides, *scales, **form, **precision, **shape)
     return (found.places, found.groups, *pieces, workers, room), {"SHARED_M": queries, "SHARED_N": sizes.tile, "GROUPS": groups}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
@@ -143,7 +144,6 @@ class Product:
     def __init__(self, form: Form, device: torch.device):
         self.form, self.device = form, device
         self._handle, self._room = _handle(device), _workspace(device)
-        self._owned: list[tuple[str, ctypes.c_void_p]] = []
         self._description = self._own("MatmulDesc", _COMPUTE, _TYPES[torch.float32])
         _set(self._description, _TRANSPOSE_A, ctypes.c_int(1))
         if form.biased:
@@ -160,17 +160,13 @@ class Product:
 
     def _own(self, kind: str, *args: Any) -> ctypes.c_void_p:
         made = _made(f"cublasLt{kind}Create", *args)
-        self._owned.append((kind, made))
+        # not by __del__, of which some run at the interpreter's end, when the module's names are gone
+        weakref.finalize(self, getattr(_library(), f"cublasLt{kind}Destroy"), made).atexit = False
         return made
 
     def _layout(self, dtype: torch.dtype, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
         """Of a matrix in the library's order, columns first."""
         return self._own("MatrixLayout", _TYPES[dtype], ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(stride))
-
-    def __del__(self) -> None:
-        library = _library()
-        for kind, made in self.__dict__.pop("_owned", ()):
-            getattr(library, f"cublasLt{kind}Destroy")(made)
 
     def offers(self) -> list[_Algorithm]:
         """The library's algorithms for this form, its own choice first; none where it has none."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flatout.kernels.embedding import embedding, gather_rows
 from flatout.kernels.gpu.device import facts
+from flatout.kernels.gpu.launch import launch
 from flatout.kernels.gpu.rows import FLOATS, column_blocks
 
 
@@ -38,7 +39,9 @@ def _launch(out: Tensor, table: Tensor, ids: Tensor, scale: float) -> None:
     device = facts(out.device)
     rows, width = out.shape
     programs, block, warps = column_blocks(rows, width, device.sms)
-    _gather[(programs,)](
+    launch(
+        _gather,
+        (programs,),
         out,
         table,
         ids,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flatout.kernels.activation import ACTIVATIONS, gate_mul
 from flatout.kernels.gpu.device import facts
+from flatout.kernels.gpu.launch import launch
 from flatout.kernels.gpu.rows import FLOATS, column_blocks
 from flatout.kernels.logits import finish_logits
 
@@ -80,7 +81,9 @@ def gate_mul_triton(out: Tensor, gate_up: Tensor, activation: str) -> None:
     device = facts(out.device)
     rows, width = out.shape
     programs, block, warps = column_blocks(rows, width, device.sms)
-    _gate_mul[(programs,)](
+    launch(
+        _gate_mul,
+        (programs,),
         out,
         gate_up,
         out.stride(0),
@@ -103,7 +106,9 @@ def finish_logits_triton(out: Tensor, x: Tensor, scale: float, softcap: float) -
     device = facts(x.device)
     rows, width = x.shape
     programs, block, warps = column_blocks(rows, width, device.sms)
-    _finish_logits[(programs,)](
+    launch(
+        _finish_logits,
+        (programs,),
         out,
         x,
         out.stride(0),

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flatout.kernels.gpu.device import facts
+from flatout.kernels.gpu.launch import launch
 from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.sampling import greedy
 
@@ -82,7 +83,9 @@ def greedy_triton(ids: Tensor, logits: Tensor) -> None:
     rows, width = logits.shape
     parts, share = parts_launch(rows, width, device.sms)
     best, arrived = _scratch(logits.device, max(1024, next_power_of_2(rows)))
-    _greedy[(rows, parts)](
+    launch(
+        _greedy,
+        (rows, parts),
         ids,
         logits,
         best,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flatout.kernels.gpu.device import facts
+from flatout.kernels.gpu.launch import launch
 from flatout.kernels.gpu.whole import cdiv
 from flatout.kernels.inputs import FROM_DEVICE, decode_inputs, remember
 
@@ -92,7 +93,9 @@ def decode_inputs_triton(
 ) -> None:
     device = facts(tokens.device)
     count = tokens.shape[0]
-    _decode_inputs[(1,)](
+    launch(
+        _decode_inputs,
+        (1,),
         tokens,
         positions,
         kv_lens,
@@ -126,4 +129,6 @@ def _remember(last_ids, slots, ids, count, BLOCK: tl.constexpr, PDL: tl.constexp
 def remember_triton(last_ids: Tensor, slots: Tensor, ids: Tensor) -> None:
     device = facts(ids.device)
     count = ids.shape[0]
-    _remember[(cdiv(count, BLOCK),)](last_ids, slots, ids, count, BLOCK=BLOCK, PDL=device.pdl, num_warps=WARPS, launch_pdl=device.pdl)
+    launch(
+        _remember, (cdiv(count, BLOCK),), last_ids, slots, ids, count, BLOCK=BLOCK, PDL=device.pdl, num_warps=WARPS, launch_pdl=device.pdl
+    )

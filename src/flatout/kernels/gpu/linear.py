@@ -15,6 +15,7 @@ from torch import Tensor
 from flatout.kernels.gpu.cuda import available
 from flatout.kernels.gpu.device import Facts, facts
 from flatout.kernels.gpu.invariant import products
+from flatout.kernels.gpu.launch import launch
 from flatout.kernels.gpu.skinny import tiles, vector
 from flatout.kernels.gpu.whole import cdiv
 from flatout.kernels.linear import linear, linear_add, norm_gated, norm_linear
@@ -84,7 +85,7 @@ def config(m: int, n: int, k: int, normed: bool, facts: Facts) -> Config:
 
 
 @cache
-def _scratch(device: torch.device) -> tuple[Tensor, Tensor]:
+def scratch(device: torch.device) -> tuple[Tensor, Tensor]:
     """Sums of shares and counters, of one stream at a time: a kernel is through with them before the next begins."""
     return torch.empty(PARTIALS, dtype=torch.float32, device=device), torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
 
@@ -111,12 +112,16 @@ def product(
     numbers = (rows, outputs, columns, out.stride(0), x.stride(0), weight.stride(0), c.ahead, eps, offset, scale)
     form = {"ADD": add, "ACTIVATION": activation, "PDL": device.pdl, "launch_pdl": device.pdl, "num_warps": c.warps}
     if c.kernel == "vector":
-        vector[(blocks,)](
+        launch(
+            vector,
+            (blocks,),
             out, x, weight, bias, norm_weight, *numbers, ROWS=c.rows, BLOCK_N=c.block_n, BLOCK_K=c.block_k, **form
         )  # fmt: skip
         return
-    partials, arrivals = _scratch(x.device)
-    tiles[(blocks, c.shares)](
+    partials, arrivals = scratch(x.device)
+    launch(
+        tiles,
+        (blocks, c.shares),
         out, x, weight, bias, norm_weight, partials, arrivals, *numbers,
         ROWS=c.rows, BLOCK_N=c.block_n, BLOCK_K=c.block_k, EVEN=columns % c.block_k == 0, SPLIT=c.shares > 1,
         num_stages=c.stages, **form,
@@ -212,7 +217,9 @@ def _invariant(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, inva
             8 if tall else 4,
             4 if device.shared_memory > 140_000 else 3,
         )
-    products[(cdiv(rows, block_m) * cdiv(outputs, block_n),)](
+    launch(
+        products,
+        (cdiv(rows, block_m) * cdiv(outputs, block_n),),
         out, x, weight, bias, rows, outputs, columns, out.stride(0), x.stride(0), weight.stride(0),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP=8, EVEN=columns % block_k == 0, PDL=device.pdl,
         launch_pdl=device.pdl, num_warps=warps, num_stages=stages,

@@ -16,6 +16,7 @@ from flatout.kernels.activation import ACTIVATIONS
 from flatout.kernels.gpu.device import Facts, facts
 from flatout.kernels.gpu.expert_rows import combine, tiles, vector
 from flatout.kernels.gpu.grouping import choose, count, place
+from flatout.kernels.gpu.launch import launch
 from flatout.kernels.gpu.rows import FLOATS, column_blocks
 from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.moe import expected_experts, experts, route
@@ -100,7 +101,8 @@ def route_triton(weights: Tensor, chosen: Tensor, logits: Tensor, renormalise: b
     device = facts(logits.device)
     tokens, number = logits.shape
     top_k = chosen.shape[1]
-    choose[(tokens,)](
+    launch(
+        choose, (tokens,),
         weights, chosen, logits, logits.stride(0),
         EXPERTS=number, TOP_K=top_k, BLOCK=next_power_of_2(number), KEPT=next_power_of_2(top_k), RENORMALISE=renormalise,
         PDL=device.pdl, num_warps=1, launch_pdl=device.pdl,
@@ -146,12 +148,14 @@ def by_vectors(
     tokens, top_k = chosen.shape
     _, hidden, width = down.shape
     form = {"PDL": device.pdl, "launch_pdl": device.pdl}
-    vector[(tokens * top_k, cdiv(width, plan.up.lines // 2))](
+    launch(
+        vector, (tokens * top_k, cdiv(width, plan.up.lines // 2)),
         act, x, gate_up, chosen, None, width, width, x.stride(0),
         WIDTH=hidden, CHOICES=1, SHARE=top_k, LINES=plan.up.lines, UNITS=plan.up.columns // 8, ACTIVATION=activation,
         num_warps=plan.up.warps, **form,
     )  # fmt: skip
-    vector[(tokens, cdiv(hidden, plan.down.lines))](
+    launch(
+        vector, (tokens, cdiv(hidden, plan.down.lines)),
         out, act, down, chosen, weights, hidden, out.stride(0), top_k * width,
         WIDTH=width, CHOICES=top_k, SHARE=1, LINES=plan.down.lines, UNITS=plan.down.columns // 8, ACTIVATION=None,
         num_warps=plan.down.warps, **form,
@@ -173,13 +177,15 @@ def by_tiles(
         (parts, act, width, down, hidden, plan.down, None),
     ):
         columns = weight.shape[2]
-        tiles[(slots * cdiv(lines, cut.lines // 2 if gated else cut.lines),)](
+        launch(
+            tiles, (slots * cdiv(lines, cut.lines // 2 if gated else cut.lines),),
             result, source, weight, slot_experts, order, slots, top_k if gated else 1, lines, columns, stride,
             LINES=cut.lines, BLOCK_K=cut.columns, GROUP=16, EVEN=columns % cut.columns == 0,
             STREAM=plan.rows <= 16, ACTIVATION=gated, num_warps=cut.warps, num_stages=cut.stages, **form,
         )  # fmt: skip
     programs, block, warps = column_blocks(tokens, hidden, device.sms)
-    combine[(programs,)](
+    launch(
+        combine, (programs,),
         out, parts, weights, out.stride(0),
         WIDTH=hidden, TOP_K=top_k, BLOCK=block, PDL=device.pdl, num_warps=warps, launch_pdl=device.pdl,
     )  # fmt: skip
@@ -202,6 +208,6 @@ def group(chosen: Tensor, number: int, rows: int) -> tuple[Tensor, Tensor, int]:
         "launch_pdl": device.pdl, "num_warps": 4 if single else 8,
     }  # fmt: skip
     if not single:
-        count[(chunks,)](counts, chosen, pairs, **form)
-    place[(chunks, number)](slot_experts, order, counts, chosen, pairs, slots, ROWS=rows, SINGLE=single, **form)
+        launch(count, (chunks,), counts, chosen, pairs, **form)
+    launch(place, (chunks, number), slot_experts, order, counts, chosen, pairs, slots, ROWS=rows, SINGLE=single, **form)
     return slot_experts, order, slots

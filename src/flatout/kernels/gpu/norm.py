@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flatout.kernels.gpu.device import facts
+from flatout.kernels.gpu.launch import launch
 from flatout.kernels.gpu.rows import FLOATS, column_blocks
 from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.norm import add, rms_norm
@@ -69,7 +70,9 @@ def rms_norm_triton(out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: 
     device = facts(x.device)
     rows, width = x.shape
     programs, block, together, warps = norm_launch(rows, width)
-    _rms_norm[(programs,)](
+    launch(
+        _rms_norm,
+        (programs,),
         out,
         x,
         weight,
@@ -111,7 +114,9 @@ def add_triton(residual: Tensor, x: Tensor, scale: float) -> None:
     device = facts(x.device)
     rows, width = x.shape
     programs, block, warps = column_blocks(rows, width, device.sms)
-    _add[(programs,)](
+    launch(
+        _add,
+        (programs,),
         residual,
         x,
         residual.stride(0),

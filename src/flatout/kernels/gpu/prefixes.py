@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flatout.kernels.gpu.device import facts
+from flatout.kernels.gpu.launch import launch
 from flatout.kernels.gpu.whole import next_power_of_2
 from flatout.kernels.prefixes import shared_prefixes
 
@@ -119,6 +120,6 @@ def shared_prefixes_triton(
 ) -> None:
     device, count = facts(own.device), own.shape[0]
     common = {"BLOCK": block_size, "PDL": device.pdl, "launch_pdl": device.pdl}
-    _compare[(count,)](places, tables, table_rows, kv_lens, depth, count, tables.stride(0), SPAN=SPAN, num_warps=4, **common)
+    launch(_compare, (count,), places, tables, table_rows, kv_lens, depth, count, tables.stride(0), SPAN=SPAN, num_warps=4, **common)
     span = max(SPAN, next_power_of_2(count))
-    _arrange[(1,)](own, places, groups, order, kv_lens, count, GROUPS=groups.shape[0], SPAN=span, num_warps=8, **common)
+    launch(_arrange, (1,), own, places, groups, order, kv_lens, count, GROUPS=groups.shape[0], SPAN=span, num_warps=8, **common)

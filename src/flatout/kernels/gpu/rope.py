@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flatout.kernels.gpu.device import facts
+from flatout.kernels.gpu.launch import launch
 from flatout.kernels.gpu.rows import FLOATS
 from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.rope import rope_kv_write
@@ -135,7 +136,9 @@ def rope_kv_write_triton(
     kv_heads = value.shape[1]
     dim_block = next_power_of_2(dim)
     together, warps = heads_launch(rows, heads, dim_block, device.sms)
-    _rope_kv_write[(rows * (cdiv(heads, together) + 1),)](
+    launch(
+        _rope_kv_write,
+        (rows * (cdiv(heads, together) + 1),),
         qk,
         value,
         k_cache,

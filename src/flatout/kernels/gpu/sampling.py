@@ -16,6 +16,7 @@ from torch import Tensor
 from flatout.kernels.gpu import draw as drawing
 from flatout.kernels.gpu import logprobs as rating
 from flatout.kernels.gpu.device import facts
+from flatout.kernels.gpu.launch import launch
 from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.sampling import draw, token_logprobs
 
@@ -99,9 +100,12 @@ def draw_triton(ids: Tensor, logits: Tensor, rows: Tensor, params: Tensor, keys:
     reading = {"WIDE": wide(vocab), "TILE": TILE, "num_warps": WARPS, "PDL": device.pdl, "launch_pdl": device.pdl}
     deciding = reading | {"TILE": TILE_OF_ROW, "num_warps": WARPS_OF_ROW, "CANDIDATES": CANDIDATES, "CUDA": logits.is_cuda}
     found = s.pivots, s.above, s.count, s.found, s.found_ids
-    drawing.survey[(splits, count)](*row, keys, s.tops, s.ranks, s.masses, s.above, s.count, *shape, per, CUDA=logits.is_cuda, **reading)
-    drawing.narrow[(splits, count)](*row, s.tops, s.ranks, *found, *shape, per, CANDIDATES=CANDIDATES, **reading)
-    drawing.choose[(count,)](*row, keys, s.ranks, s.masses, *found, *shape, splits, **deciding)
+    launch(
+        drawing.survey, (splits, count),
+        *row, keys, s.tops, s.ranks, s.masses, s.above, s.count, *shape, per, CUDA=logits.is_cuda, **reading,
+    )  # fmt: skip
+    launch(drawing.narrow, (splits, count), *row, s.tops, s.ranks, *found, *shape, per, CANDIDATES=CANDIDATES, **reading)
+    launch(drawing.choose, (count,), *row, keys, s.ranks, s.masses, *found, *shape, splits, **deciding)
 
 
 def _logprobs_accepts(chosen: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: Tensor, logits: Tensor, ids: Tensor) -> bool:
@@ -128,7 +132,8 @@ def token_logprobs_triton(chosen: Tensor, ranks: Tensor, top_ids: Tensor, top_lo
     tables, shape = _tables(logits.device, max(64, next_power_of_2(count)), wide(vocab), tiles), (vocab, logits.stride(0), tiles)
     common = {"WIDE": wide(vocab), "PDL": device.pdl, "launch_pdl": device.pdl}
     top = next(most for most in ALTERNATIVES if k <= most)
-    rating.rate_groups[(splits, count)](logits, ids, *tables, *shape, per, TILE=TILE, num_warps=WARPS, **common)
-    rating.rate_rows[(count,)](
-        chosen, ranks, top_ids, top_logprobs, logits, ids, *tables, *shape, splits, k, TOP=top, num_warps=WARPS_OF_ROW, **common
-    )
+    launch(rating.rate_groups, (splits, count), logits, ids, *tables, *shape, per, TILE=TILE, num_warps=WARPS, **common)
+    launch(
+        rating.rate_rows, (count,),
+        chosen, ranks, top_ids, top_logprobs, logits, ids, *tables, *shape, splits, k, TOP=top, num_warps=WARPS_OF_ROW, **common,
+    )  # fmt: skip

@@ -22,7 +22,7 @@ def weight_lines(program, outputs, BLOCK_N: tl.constexpr, ACTIVATION: tl.constex
 
 
 @triton.jit
-def _fetch(start, stride, lines, elements):
+def fetch(start, stride, lines, elements):
     """Have the L2 fetch `elements` 16-bit values of each of `lines` lines, one a thread: it takes no registers and nothing waits for it."""
     tl.inline_asm_elementwise(
         """{
@@ -43,19 +43,19 @@ def _fetch(start, stride, lines, elements):
 
 
 @triton.jit
-def _fetch_lines(weight, weight_stride, program, outputs, first, elements, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
-    """_fetch for the lines of weight_lines, from column `first`."""
+def fetch_lines(weight, weight_stride, program, outputs, first, elements, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
+    """fetch for the lines of weight_lines, from column `first`."""
     WIDTH: tl.constexpr = BLOCK_N if ACTIVATION is None else BLOCK_N // 2
     output = program * WIDTH
     start = weight + output.to(tl.int64) * weight_stride + first
     count = tl.minimum(outputs - output, WIDTH)
-    _fetch(start, weight_stride, count, elements)
+    fetch(start, weight_stride, count, elements)
     if ACTIVATION is not None:
-        _fetch(start + outputs.to(tl.int64) * weight_stride, weight_stride, count, elements)
+        fetch(start + outputs.to(tl.int64) * weight_stride, weight_stride, count, elements)
 
 
 @triton.jit
-def _places(out, program, rows, outputs, out_stride, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr):
+def places_of(out, program, rows, outputs, out_stride, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr):
     """Pointers to what a program writes, outputs by rows, and which of them exist."""
     WIDTH: tl.constexpr = BLOCK_N if ACTIVATION is None else BLOCK_N // 2
     output = program * WIDTH + tl.arange(0, WIDTH)[:, None]
@@ -64,7 +64,7 @@ def _places(out, program, rows, outputs, out_stride, BLOCK_N: tl.constexpr, ROWS
 
 
 @triton.jit
-def _finish(y, squares, columns, eps, bias, scale, places, there, ADD: tl.constexpr, ACTIVATION: tl.constexpr):
+def finish(y, squares, columns, eps, bias, scale, places, there, ADD: tl.constexpr, ACTIVATION: tl.constexpr):
     """Store products y [BLOCK_N, ROWS]. squares [ROWS]: sums over the row, or None where it is not normed; bias [BLOCK_N] or None."""
     if squares is not None:
         y *= tl.rsqrt(squares / columns + eps)[None, :]
@@ -111,9 +111,9 @@ def vector(
         norm_next = tl.load(norm_weight + k, mask=k < columns, other=0.0)
     shift = tl.load(bias + lines) if bias is not None else None
     if PDL:
-        _fetch_lines(weight, weight_stride, program, outputs, BLOCK_K, tl.minimum(ahead, columns - BLOCK_K), BLOCK_N, ACTIVATION)
+        fetch_lines(weight, weight_stride, program, outputs, BLOCK_K, tl.minimum(ahead, columns - BLOCK_K), BLOCK_N, ACTIVATION)
         if norm_weight is not None:
-            _fetch(norm_weight, 0, 1, columns)
+            fetch(norm_weight, 0, 1, columns)
         tl.extra.cuda.gdc_wait()
     x_next = tl.load(x_at, mask=(k < columns)[None, :], other=0.0)
     acc = tl.zeros((BLOCK_N, ROWS, BLOCK_K // 8), tl.float32)
@@ -132,9 +132,9 @@ def vector(
         odd = tl.reshape(w_odd, (BLOCK_N, 1, BLOCK_K // 2)) * x_odd
         acc += tl.sum(tl.reshape(even, (BLOCK_N, ROWS, BLOCK_K // 8, 4)), 3)
         acc += tl.sum(tl.reshape(odd, (BLOCK_N, ROWS, BLOCK_K // 8, 4)), 3)
-    places, there = _places(out, program, rows, outputs, out_stride, BLOCK_N, ROWS, ACTIVATION)
+    places, there = places_of(out, program, rows, outputs, out_stride, BLOCK_N, ROWS, ACTIVATION)
     total = tl.sum(squares, 1) if norm_weight is not None else None
-    _finish(tl.sum(acc, 2), total, columns, eps, shift, scale, places, there, ADD, ACTIVATION)
+    finish(tl.sum(acc, 2), total, columns, eps, shift, scale, places, there, ADD, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=["rows", "ahead"])
@@ -159,9 +159,9 @@ def tiles(
     shift = tl.load(bias + lines) if bias is not None else None
     if PDL:
         some = tl.minimum(last * BLOCK_K, columns) - first * BLOCK_K
-        _fetch_lines(weight, weight_stride, program, outputs, first * BLOCK_K, tl.minimum(ahead, some), BLOCK_N, ACTIVATION)
+        fetch_lines(weight, weight_stride, program, outputs, first * BLOCK_K, tl.minimum(ahead, some), BLOCK_N, ACTIVATION)
         if norm_weight is not None:
-            _fetch(norm_weight + first * BLOCK_K, 0, 1, some)
+            fetch(norm_weight + first * BLOCK_K, 0, 1, some)
         tl.extra.cuda.gdc_wait()
     k, row = tl.arange(0, BLOCK_K), tl.arange(0, ROWS)
     w_at = (weight + lines.to(tl.int64) * weight_stride)[:, None] + k[None, :]
@@ -184,7 +184,7 @@ def tiles(
             xs = (wide * norm[None, :]).to(xs.dtype)
         acc = tl.dot(w, tl.trans(xs), acc)
     total = tl.sum(squares, 1) if norm_weight is not None else None
-    places, there = _places(out, program, rows, outputs, out_stride, BLOCK_N, ROWS, ACTIVATION)
+    places, there = places_of(out, program, rows, outputs, out_stride, BLOCK_N, ROWS, ACTIVATION)
     if SPLIT:
         PARTIAL: tl.constexpr = (BLOCK_N + 1) * ROWS
         tile = partials + program * shares * PARTIAL + row[None, :]
@@ -205,7 +205,7 @@ def tiles(
                     acc += tl.load(lines_at + at, mask=there_is, other=0.0, cache_modifier=".cg")
                     if norm_weight is not None:
                         total += tl.load(squares_at + at, mask=there_is, other=0.0, cache_modifier=".cg")
-            _finish(acc, total, columns, eps, shift, scale, places, there, ADD, ACTIVATION)
+            finish(acc, total, columns, eps, shift, scale, places, there, ADD, ACTIVATION)
             tl.store(arrivals + program, 0)
     else:
-        _finish(acc, total, columns, eps, shift, scale, places, there, ADD, ACTIVATION)
+        finish(acc, total, columns, eps, shift, scale, places, there, ADD, ACTIVATION)
