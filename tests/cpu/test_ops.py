@@ -283,6 +283,17 @@ def test_what_an_implementation_is_instead_of_is_no_candidate():
     assert calls == ["better", "plain"], "neither was measured"
 
 
+def test_what_is_sure_has_no_rival():
+    calls = []
+    double = make_op()  # not even the reference
+    for name, sure in (("plain", None), ("overlapping", lambda out, x: len(x) > 2), ("other", lambda out, x: False)):
+        double.implementation(name, lambda out, x: len(x) > 1, sure=sure)(lambda out, x, name=name: calls.append(name))
+    double(torch.empty(4), torch.ones(4))
+    assert calls == ["overlapping"]
+    double(torch.empty(2), torch.ones(2))
+    assert {"plain", "overlapping", "other"} <= set(calls[1:]), "elsewhere all are measured"
+
+
 def test_the_faster_implementation_is_chosen_once_and_kept(tmp_path):
     calls = []
 

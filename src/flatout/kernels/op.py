@@ -56,6 +56,7 @@ class Implementation:
     run: Callable[..., None]
     accepts: Callable[..., bool]  # may depend on nothing but what the op's key holds
     instead_of: str | None = None  # the implementation that is no candidate where this one accepts
+    sure: Callable[..., bool] | None = None  # for these operands, where it accepts, no other is a candidate
 
 
 @dataclass(slots=True)
@@ -146,12 +147,13 @@ class Op:
         self._chosen: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def implementation(
-        self, name: str, accepts: Callable[..., bool], instead_of: str | None = None
+        self, name: str, accepts: Callable[..., bool], instead_of: str | None = None, sure: Callable[..., bool] | None = None
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Register a fast path. It declines operands for which accepts() is false; what it is instead of need not be measured beside it."""
+        """Register a fast path. It declines operands for which accepts() is false; what it is instead of need not be measured beside it.
+        sure: where it is taken unmeasured, as it gains beside other kernels what does not show when it is timed alone."""
 
         def register(run: Callable[..., None]) -> Callable[..., None]:
-            self.implementations.append(Implementation(name, run, accepts, instead_of))
+            self.implementations.append(Implementation(name, run, accepts, instead_of, sure))
             return run
 
         return register
@@ -177,6 +179,8 @@ class Op:
 
     def _choose(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., None]:
         able = [i for i in self.implementations if i.accepts(*args)]
+        if sure := [i.run for i in able if i.sure is not None and i.sure(*args)]:
+            return sure[-1]
         replaced = {i.instead_of for i in able}
         accepting = {i.name: i.run for i in able if i.name not in replaced}
         if self.invariant_index is not None and args[self.invariant_index] and not accepting:

@@ -21,6 +21,7 @@ MODULES = (
     "linear",
     "blaslt",
     "hopper",
+    "streaming",
     "moe",
     "norm",
     "prefixes",

@@ -45,13 +45,13 @@ class Sizes:
 def decode_sizes(width: int, group: int, rows: int, device: Facts) -> Sizes:
     """About 32 KiB of keys and values a tile, where there is shared memory for PROGRAMS that hold two each. width: bytes of a head, padded.
 
-    Of few rows a program holds one tile: with three there is no room for it until the kernel before has ended. In a step of a 7B model on an
-    H200 that costs 10 us a layer at one row (4.04 ms, and 3.77 with one tile of 128 keys), 4 us at eight (4.33 and 4.22 with one of 64).
+    Of few rows a program holds one tile, twice as long: with three there is no room for it until the kernel before has ended. In a step of a 7B
+    model on an H200 that costs 10 us a layer at one row (4.04 ms, and 3.77 with one tile of 128 keys); eight take 3.98 with one of 64, 3.92 of 128.
     """
     tile = 16_384 // width
     if device.shared_memory < 2**17:
         tile //= 2
-    if rows <= FEW:
+    if rows <= LATENT:
         tile *= 2
     warps = 8 if group > 16 or (rows <= FEW and width > 128) else 4
     return Sizes(max(16, min(128, tile)), 1 if rows <= LATENT else 3, warps)

@@ -212,6 +212,15 @@ def _keep(path: Path, made: bytes) -> None:
 _here = threading.local()  # noted: inside noting(), the variants that would have been launched
 
 
+# by name of the activation: GATE of product_parts.cu
+GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
+
+
+def text_of(*names: str) -> str:
+    """These files of this folder, one after the other."""
+    return "\n".join(Path(__file__).with_name(name).read_text() for name in names)
+
+
 class Program:
     """A kernel in CUDA C++ and the variants of it that were met."""
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatout.kernels.gpu.cuda import Program, available, tensor_map
+from flatout.kernels.gpu.cuda import GATES, Program, available, tensor_map, text_of
 from flatout.kernels.gpu.device import Facts, facts
-from flatout.kernels.gpu.linear import LEAST_ROWS
 from flatout.kernels.gpu.whole import cdiv, round_up
 from flatout.kernels.linear import linear, linear_add, norm_gated, norm_linear
 from flatout.kernels.norm import rms_norm
 
-GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
-LEAST_GATED = 9  # below, linear.py's kernel, which norms its rows itself, took 9 us a layer less in a step (8 rows of 7B)
+LEAST_ROWS, LEAST_GATED = 5, 9  # below, tiles are of nothing for the most part; gated, linear.py's kernel norms its rows itself
+# columns beyond which it is taken unmeasured: timed alone cuBLAS's split sums look as good, and take 5 us a layer more in a step (64 rows of 7B)
+LONG_COLUMNS = 8192
 # beyond, cuBLAS: of 256 rows of 7B gate and up took 18 us a layer more in a step, though no more when timed alone
 MOST_ROWS = 192
 MOST_NORMED = 64  # a norm and whichever product is the fastest took 3 to 6 us a layer less in a step of 128 rows
@@ -82,7 +82,7 @@ def _source(TN: int, BF16: int, **_: int) -> str:
   asm volatile("{{.reg .pred p;\\nsetp.ne.b32 p, %{sums + 2}, 0;\\nwgmma.mma_async.sync.aligned.m64n{TN}k16.f32.{dtype}.{dtype} {{{listed}}}, %{sums}, %{sums + 1}, p, 1, 1, 0, 0;}}"
                : {operands} : "l"(a), "l"(b), "r"(go));
 }}
-""" + Path(__file__).with_name("hopper_product.cu").read_text()
+""" + text_of("product_parts.cu", "hopper_product.cu")
 
 
 PROGRAM = Program(_source, "product", "mmppiiiif")
@@ -153,7 +153,11 @@ def _linear_add_accepts(
     return _suits(stream, x, weight, invariant)
 
 
-@linear_add.implementation("hopper", _linear_add_accepts)
+def _long(stream: Tensor, scratch: Tensor, x: Tensor, *_: Any) -> bool:
+    return x.shape[1] > LONG_COLUMNS
+
+
+@linear_add.implementation("hopper", _linear_add_accepts, sure=_long)
 def _linear_add(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> None:
     product(stream, x, weight, bias, scale, add=True)
 
@@ -165,7 +169,7 @@ def _norm_linear_accepts(
     return _suits(out, x, weight, invariant, most=MOST_NORMED)
 
 
-@norm_linear.implementation("hopper", _norm_linear_accepts)
+@norm_linear.implementation("hopper", _norm_linear_accepts, sure=_norm_linear_accepts)
 def _norm_linear(
     out: Tensor, scratch: Tensor, x: Tensor, norm_weight: Tensor, eps: float, offset: float, weight: Tensor, bias: Tensor | None,
     invariant: bool,
@@ -181,7 +185,7 @@ def _norm_gated_accepts(
     return _suits(out, x, weight, invariant, LEAST_GATED)
 
 
-@norm_gated.implementation("hopper", _norm_gated_accepts)
+@norm_gated.implementation("hopper", _norm_gated_accepts, sure=_norm_gated_accepts)
 def _norm_gated(
     out: Tensor, scratch: Tensor, wide: Tensor, x: Tensor, norm_weight: Tensor, eps: float, offset: float, weight: Tensor,
     bias: Tensor | None, activation: str, invariant: bool,

@@ -10,9 +10,6 @@
 //   STAGES   tiles of 64 columns on their way                                                 ADD       out += scale * product
 //   BF16     or float16
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 constexpr int TM = 64 * WGS;
 constexpr int OUT = GATE ? TN / 2 : TN;  // columns of out in a tile
 constexpr int X_BYTES = TM * 128, W_BYTES = TN * 128, STAGE = X_BYTES + W_BYTES;
@@ -72,32 +69,6 @@ __device__ __forceinline__ void fetch(u32 to, const Map* map, int column, int ro
 
 // rows of 128 bytes, swizzled in blocks of 8 rows
 __device__ __forceinline__ u64 matrix(u32 address) { return (u64(1) << 62) | (u64(64) << 32) | (u64(1) << 16) | ((address & 0x3FFFF) >> 4); }
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 r;
-#if BF16
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-#endif
-  return r;
-}
-
-__device__ __forceinline__ float2 unpack(u32 v) {
-#if BF16
-  return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xFFFF0000u));
-#else
-  float low, high;
-  asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;}" : "=f"(low), "=f"(high) : "r"(v));
-  return make_float2(low, high);
-#endif
-}
-
-__device__ __forceinline__ float gated(float g, float up) {
-  if (GATE == 1) return g / (1.0f + __expf(-g)) * up;
-  if (GATE == 2) return 0.5f * g * (1.0f + tanhf(0.7978845608028654f * (g + 0.044715f * g * g * g))) * up;
-  return 0.5f * g * (1.0f + erff(0.7071067811865476f * g)) * up;
-}
 
 // two neighbouring results
 __device__ __forceinline__ void put(u32* out, float2 v, long long at, float scale) {

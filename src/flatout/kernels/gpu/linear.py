@@ -12,7 +12,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flatout.kernels.gpu.cuda import available
 from flatout.kernels.gpu.device import Facts, facts
 from flatout.kernels.gpu.invariant import products
 from flatout.kernels.gpu.launch import launch
@@ -21,11 +20,6 @@ from flatout.kernels.gpu.whole import cdiv
 from flatout.kernels.linear import linear, linear_add, norm_gated, norm_linear
 
 MOST_ROWS = 32  # above, cuBLAS was faster on every shape (H200: at 64 rows by 5 to 60 %)
-# of hopper.py's products, which compete with these: below, theirs are of nothing for the most part
-LEAST_ROWS = 5
-# columns beyond which they take over: in a step of 8 rows of 7B it saved 8 us a layer, though it is no faster when
-# timed alone, behind a kernel that leaves nothing to begin with
-LONG_COLUMNS = 8192
 VECTOR_ROWS = 2  # up to here every row is multiplied apart; the tensor cores' rounding of normed rows does not arise
 PARTIALS, ARRIVALS = 1 << 22, 1 << 12  # float32 sums of shares, counters of tiles
 HALVES = (torch.bfloat16, torch.float16)
@@ -154,8 +148,7 @@ def _linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invaria
 def _linear_add_accepts(
     stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool
 ) -> bool:
-    long = x.shape[0] >= LEAST_ROWS and x.shape[1] > LONG_COLUMNS and available(x.device)
-    return _suits(stream, x, weight, invariant) and not long
+    return _suits(stream, x, weight, invariant)
 
 
 @linear_add.implementation("skinny", _linear_add_accepts)
