@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flatout.kernels.gpu.cuda import GATES, Program, available, tensor_map, text_of
 from flatout.kernels.gpu.device import Facts, facts
+from flatout.kernels.gpu.streaming import MOST_ROWS as STREAMED
 from flatout.kernels.gpu.whole import cdiv, round_up
 from flatout.kernels.linear import linear, linear_add, norm_gated, norm_linear
 from flatout.kernels.norm import rms_norm
@@ -153,11 +154,11 @@ def _linear_add_accepts(
     return _suits(stream, x, weight, invariant)
 
 
-def _long(stream: Tensor, scratch: Tensor, x: Tensor, *_: Any) -> bool:
-    return x.shape[1] > LONG_COLUMNS
+def _add_sure(stream: Tensor, scratch: Tensor, x: Tensor, *_: Any) -> bool:
+    return x.shape[0] > STREAMED and x.shape[1] > LONG_COLUMNS
 
 
-@linear_add.implementation("hopper", _linear_add_accepts, sure=_long)
+@linear_add.implementation("hopper", _linear_add_accepts, sure=_add_sure)
 def _linear_add(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> None:
     product(stream, x, weight, bias, scale, add=True)
 
@@ -169,7 +170,11 @@ def _norm_linear_accepts(
     return _suits(out, x, weight, invariant, most=MOST_NORMED)
 
 
-@norm_linear.implementation("hopper", _norm_linear_accepts, sure=_norm_linear_accepts)
+def _normed_sure(out: Tensor, scratch: Tensor, x: Tensor, *_: Any) -> bool:
+    return x.shape[0] > STREAMED
+
+
+@norm_linear.implementation("hopper", _norm_linear_accepts, sure=_normed_sure)
 def _norm_linear(
     out: Tensor, scratch: Tensor, x: Tensor, norm_weight: Tensor, eps: float, offset: float, weight: Tensor, bias: Tensor | None,
     invariant: bool,
