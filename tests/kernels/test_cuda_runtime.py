@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from flatout.kernels.gpu import ahead, cuda
+from flatout.kernels.gpu import ahead, cuda, hopper, streaming
 from flatout.kernels.gpu.cuda import CudaError, Kernel, Program, tensor_map
 
 CPU = torch.device("cpu")
@@ -176,7 +176,7 @@ def test_a_map_says_what_the_matrix_is(driver, dtype, number):
     matrix = torch.zeros(40, 64, dtype=dtype)[3:, :24]
     item = dtype.itemsize
     made = tensor_map(matrix, 16, 64 // item)
-    assert driver.encoded == [(number, 2, matrix.data_ptr(), 24, 37, 64 * item, 64 // item, 16, 1, 1, 0, 3, 3, 0)]
+    assert driver.encoded == [(number, 2, matrix.data_ptr(), 24, 37, 64 * item, 64 // item, 16, 1, 1, 0, 3, 2, 0)]
     assert made == bytes(range(1, 129))
     tensor_map(matrix, 256, 256, swizzle=0)
     assert driver.encoded[1][6:8] == (256, 256) and driver.encoded[1][-3] == 0
@@ -422,6 +422,23 @@ def test_kernels_compile(nvrtc, name):
     begin = time.perf_counter()
     assert program.compile("sm_90a", tuple(macros.items())) == code
     assert time.perf_counter() - begin < 0.02, "from disk"
+
+
+PLAIN = {"NORM": 0, "GATE": 0, "ADD": 0, "WIDE": 0, "BF16": 1}
+FORMS = [PLAIN | given for given in ({"NORM": 1}, {"NORM": 1, "GATE": 2}, {"ADD": 1, "BF16": 0}, {"WIDE": 1})]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("tiles, warps, stages, rows", [(2, 1, 6, 16), (4, 8, 4, 8), (6, 1, 6, 8), (6, 8, 4, 16)])
+def test_streaming_products_compile(nvrtc, form, tiles, warps, stages, rows):
+    macros = {"TILES": tiles, "WARPS": warps, "STAGES": stages, "ROWS": rows} | form
+    assert streaming.PROGRAM.compile("sm_90a", tuple(macros.items())).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("gate, add, cluster", [(1, 0, 1), (0, 1, 4)])
+def test_hopper_products_compile(nvrtc, gate, add, cluster):
+    macros = {"TN": 144, "WGS": 2, "STAGES": 4, "CLUSTER": cluster, "GATE": gate, "ADD": add, "BF16": 1}
+    assert hopper.PROGRAM.compile("sm_90a", tuple(macros.items())).startswith(b"\x7fELF")
 
 
 def test_a_mistake_is_shown_where_it_is(nvrtc, tmp_path):

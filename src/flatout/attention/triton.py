@@ -20,6 +20,7 @@ from flatout.batch import ForwardBatch, HostBatch
 from flatout.kernels.attention import AttentionWork, Long, LongChunks, Paged, cudnn_runs, paged_runs
 from flatout.kernels.gpu.device import facts
 from flatout.kernels.prefixes import shared_of, shared_prefixes
+from flatout.kernels.upload import upload
 
 if TYPE_CHECKING:
     from flatout.modelfile.spec import ModelSpec
@@ -107,8 +108,7 @@ class TritonBackend:
         large = not self.small and self._programs(q_lens[cut], LARGE) >= facts(batch.tokens.device).sms
         queries = LARGE if large else SMALL
         made = self._tiles(cut, q_lens, kv_lens, queries)
-        staged = _to(batch.tokens.device, np.concatenate([made.reshape(-1), together]).astype(np.int32))
-        tiles, rows = staged[: made.size].view(-1, 2), staged[made.size :]
+        tiles, rows = upload(batch.tokens.device, [made.astype(np.int32), together.astype(np.int32)])
         return self._paged(batch, singles=len(together), rows=rows, num_tiles=len(made), tile_queries=queries, tiles=tiles)
 
     def _long(self, q_lens: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:
@@ -121,7 +121,7 @@ class TritonBackend:
         padded, before = -(-count // ROUND) * ROUND, length - count
         positions = np.minimum(np.arange(before + padded), length - 1)
         slots = table[row, positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
-        return Long(int(q_lens[:row].sum()), count, padded, before, _to(device, slots))
+        return Long(int(q_lens[:row].sum()), count, padded, before, upload(device, [slots])[0])
 
     def plan_decode(self, batch: ForwardBatch, cascade: bool = False) -> None:
         paged, table = self._all_single(batch), UNKNOWN.reshape(0, 0)
@@ -184,9 +184,3 @@ class TritonBackend:
         keys = kv_lens[row] - q_lens[row] + first // self.group
         order = np.argsort(-keys, kind="stable")
         return np.stack([row[order], first[order]], 1)
-
-
-def _to(device: torch.device, array: np.ndarray) -> Tensor:
-    """One copy, which waits for nothing."""
-    tensor = torch.from_numpy(array)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from flatout.batch import ForwardBatch, HostBatch
-from flatout.runner.slots import Slots, to_device
+from flatout.kernels.upload import upload
+from flatout.runner.slots import Slots
 from flatout.step import FROM_DEVICE, StepPlan
 
 
@@ -38,23 +38,26 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, groups: int, nar
     sampled = np.flatnonzero(plan.samples)
     late = np.flatnonzero(plan.token_ids == FROM_DEVICE)
 
-    # everything int64 travels as one array
-    parts = [
-        np.where(plan.token_ids == FROM_DEVICE, 0, plan.token_ids),
-        positions,
-        kv_slots,
-        np.concatenate([[0], ends]),
-        kv_lens,
-        plan.slots,
-        ends[sampled] - 1,
-        plan.slots[sampled],
-        late,
-        slot_of_token[late],
-        *([kv_lens[sampled], np.arange(len(sampled) + 1)] if narrow and len(sampled) < tokens else []),
-    ]
-    staged = to_device(np.concatenate(parts, dtype=np.int64), slots.device)
-    token_ids, position, kv_slot, q_starts, kv_len, row_slots, sample_rows, sampled_slots, late_at, late_slots, *few = staged.split(
-        [len(p) for p in parts]
+    narrow = narrow and len(sampled) < tokens
+    few: list[np.ndarray] = (
+        [kv_lens[sampled].astype(np.int32), np.arange(len(sampled) + 1, dtype=np.int32), np.arange(len(sampled))] if narrow else []
+    )
+    token_ids, position, kv_slot, sample_rows, sampled_slots, late_at, late_slots, q_starts, kv_len, table_rows, last_rows, *last = upload(
+        slots.device,
+        [
+            np.where(plan.token_ids == FROM_DEVICE, 0, plan.token_ids).astype(np.int64),
+            positions,
+            kv_slots,
+            ends[sampled] - 1,
+            plan.slots[sampled].astype(np.int64),
+            late,
+            slot_of_token[late].astype(np.int64),
+            np.concatenate([[0], ends], dtype=np.int32),
+            kv_lens.astype(np.int32),
+            plan.slots,
+            plan.slots[sampled],
+            *few,
+        ],
     )
     if len(late):
         token_ids[late_at] = slots.last_ids[late_slots]
@@ -63,25 +66,25 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, groups: int, nar
     batch = ForwardBatch(
         tokens=token_ids,
         positions=position,
-        q_starts=q_starts.to(torch.int32),
-        kv_lens=kv_len.to(torch.int32),
+        q_starts=q_starts,
+        kv_lens=kv_len,
         block_tables=(slots.tables,) * groups,
-        table_rows=row_slots.to(torch.int32),
+        table_rows=table_rows,
         kv_slots=(kv_slot,) * groups,
         sample_rows=sample_rows,
     )
     host = HostBatch(q_lens=plan.counts, kv_lens=kv_lens.astype(np.int32), block_tables=(slots.host_tables[plan.slots, :width],) * groups)
-    if few:
-        lengths, starts = few
+    if narrow:
+        lengths, starts, every = last
         batch.last = ForwardBatch(
             tokens=sample_rows[:0],
             positions=sample_rows[:0],
-            q_starts=starts.to(torch.int32),
-            kv_lens=lengths.to(torch.int32),
+            q_starts=starts,
+            kv_lens=lengths,
             block_tables=batch.block_tables,
-            table_rows=sampled_slots.to(torch.int32),
+            table_rows=last_rows,
             kv_slots=(),
-            sample_rows=starts[:-1],
+            sample_rows=every,
         )
         if len(sampled):
             tables = tuple(table[sampled] for table in host.block_tables)

@@ -18,11 +18,12 @@ from torch import Tensor
 from flatout.attention.backend import AttentionBackend
 from flatout.kernels.inputs import remember
 from flatout.kernels.op import choices
+from flatout.kernels.upload import upload
 from flatout.models.decoder import Decoder
 from flatout.runner.graphs import RING, CapturedStep, Executor
 from flatout.runner.inputs import build_inputs
 from flatout.runner.sampler import Logprobs, Sampler
-from flatout.runner.slots import Slots, to_device
+from flatout.runner.slots import Slots
 from flatout.step import LogprobRows, StepPlan, StepResult
 
 
@@ -162,7 +163,7 @@ class Runner:
                 for low in range(0, len(targets), self.decoder.max_logits):
                     piece = targets[low : low + self.decoder.max_logits]
                     rows = torch.arange(begin + low, begin + low + len(piece), device=self.device)
-                    pieces.append(self.sampler.prompt_logprobs(self.decoder.logits(hidden, rows), to_device(piece, self.device), top))
+                    pieces.append(self.sampler.prompt_logprobs(self.decoder.logits(hidden, rows), upload(self.device, [piece])[0], top))
                 output.prompts[row] = pieces
                 if start + count >= len(prompt) - 1:
                     del self.prompts[slot]

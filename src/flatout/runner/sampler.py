@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from flatout.kernels import logit_edits, sampling
+from flatout.kernels.upload import upload
 from flatout.request import Request, RequestError
-from flatout.runner.slots import to_device
 
 NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, frequency, presence
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM
@@ -280,7 +280,7 @@ class _History:
             self._free = list(range(rows, self.tokens.shape[0]))
         row = self._free.pop()
         self.widen(len(ids) + 1)
-        self.tokens[row, : len(ids)] = to_device(ids.astype(np.int32), self.tokens.device)
+        self.tokens[row, : len(ids)] = upload(self.tokens.device, [ids.astype(np.int32)])[0]
         return row
 
     def give_back(self, row: int) -> None:
@@ -312,14 +312,8 @@ class _Staged:
         self._parts.setdefault(name, []).append(np.asarray(values))
 
     def send(self) -> None:
-        arrays = {name: np.concatenate(parts) for name, parts in self._parts.items()}
-        if self._device.type == "cpu":
-            self._tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            return
-        flat = np.concatenate([array.ravel().view(np.int64) for array in arrays.values()])
-        pieces = to_device(flat, self._device).split([array.size for array in arrays.values()])
-        for (name, array), piece in zip(arrays.items(), pieces):
-            self._tensors[name] = piece.view(torch.from_numpy(array).dtype).view(array.shape)
+        arrays = [np.concatenate(parts) for parts in self._parts.values()]
+        self._tensors = dict(zip(self._parts, upload(self._device, arrays)))
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from flatout.kernels.upload import upload
 from flatout.step import StepPlan
 
 
@@ -42,13 +42,7 @@ class Slots:
             return
         self.host_tables[plan.block_slots, plan.block_columns] = plan.block_ids
         if self.device.type != "cpu":
-            diff = to_device(np.stack([plan.block_slots, plan.block_columns, plan.block_ids]).astype(np.int64), self.device)
-            self.tables.index_put_((diff[0], diff[1]), diff[2].to(torch.int32))
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A host array on the device without a sync: through pinned memory, whose reuse torch orders behind the copy."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+            slots, columns, ids = upload(
+                self.device, [plan.block_slots.astype(np.int64), plan.block_columns.astype(np.int64), plan.block_ids]
+            )
+            self.tables.index_put_((slots, columns), ids)

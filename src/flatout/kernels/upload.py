@@ -1,0 +1,54 @@
+"""upload(): what the host has worked out for a step, on the device by one copy that nothing waits for.
+
+Called by runner/ and attention/ for the inputs of steps that are not captured; captured ones keep a buffer each (runner/graphs.py), weights
+come by models/staging.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BUFFERS = 8  # pinned, in turn; a step takes up to four and two steps may be in the air: more wait for the copy that used theirs
+ALIGNED = 16  # bytes at which each array begins, so that kernels are compiled for one alignment
+DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "float32", "float64", "bool")}
+_here = threading.local()  # rings: by device
+
+
+class _Ring:
+    def __init__(self) -> None:
+        self._buffers = [(torch.empty(0, dtype=torch.uint8), torch.cuda.Event()) for _ in range(BUFFERS)]
+        self._turn = 0
+
+    def next(self, size: int) -> tuple[Tensor, torch.cuda.Event]:
+        """A buffer of at least so many bytes, and the event to be recorded behind its copy."""
+        self._turn = (self._turn + 1) % BUFFERS
+        buffer, copied = self._buffers[self._turn]
+        copied.synchronize()
+        if buffer.shape[0] < size:
+            buffer = torch.empty(max(4096, 1 << (size - 1).bit_length()), dtype=torch.uint8, pin_memory=True)
+            self._buffers[self._turn] = buffer, copied
+        return buffer, copied
+
+
+def upload(device: torch.device, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Tensors of these arrays' types (of DTYPES) and shapes. On the CPU they share the arrays' memory, if those are contiguous."""
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    sizes = [-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays]
+    rings = _here.__dict__.setdefault("rings", {})
+    if device not in rings:
+        rings[device] = _Ring()
+    buffer, copied = rings[device].next(sum(sizes))
+    host, begin = buffer.numpy(), 0
+    for array, size in zip(arrays, sizes):
+        host[begin : begin + array.nbytes].view(array.dtype)[:] = array.ravel()
+        begin += size
+    there = torch.empty(begin, dtype=torch.uint8, device=device)
+    there.copy_(buffer[:begin], non_blocking=True)
+    copied.record(torch.cuda.current_stream(device))
+    return [piece[: array.nbytes].view(DTYPES[array.dtype]).view(array.shape) for array, piece in zip(arrays, there.split(sizes))]
