@@ -39,7 +39,7 @@ MAY: dict[str, str] = {
     "doctor": "ledger hardware modelfile models kernels batch step config request client llm",
     "plan": "core doctor ledger hardware modelfile step request config",
 }
-ANYTHING = {"bench", "fleet", "cli", "__init__"}
+ANYTHING = {"bench", "fleet", "cli", "__init__", "__main__"}
 NO_TORCH = {"config", "request", "step", "modelfile", "text", "grammar", "core", "ledger", "server"}
 # everywhere but in server, bench, cli, fleet: what is installed beside flatout in the smallest set-up
 RUNTIME = {"torch", "triton", "numpy", "tokenizers", "safetensors", "jinja2"}

@@ -78,12 +78,20 @@ def _capability(x: Tensor) -> tuple[int, int]:
 
 @cache
 def _ones(device: torch.device, outputs: int) -> Tensor:
+    _lasting()
     return torch.ones(1, outputs, device=device)
 
 
 @cache
 def _scratch(device: torch.device, rows: int) -> Tensor:
+    _lasting()
     return torch.empty(rows, 1, device=device)
+
+
+def _lasting() -> None:
+    """What is made in a capture is the graph's own memory, and filled by its replays alone."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("fp8 products of this size must run once before they are captured")
 
 
 def _suits(weight: Tensor) -> bool:

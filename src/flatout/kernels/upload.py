@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BUFFERS = 8  # pinned, in turn; a step takes up to four and two steps may be in the air: more wait for the copy that used theirs
+BUFFERS = 8  # pinned, in turn: a step takes two or three as a rule, and two steps may be in the air
 ALIGNED = 16  # bytes at which each array begins, so that kernels are compiled for one alignment
 DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "float32", "float64", "bool")}
 _here = threading.local()  # rings: by device
@@ -25,12 +25,12 @@ class _Ring:
         self._turn = 0
 
     def next(self, size: int) -> tuple[Tensor, torch.cuda.Event]:
-        """A buffer of at least so many bytes, and the event to be recorded behind its copy."""
+        """A buffer of at least so many bytes, and the event to be recorded behind its copy. Where that which is next is still being copied, another
+        in its place: torch keeps the old one until then."""
         self._turn = (self._turn + 1) % BUFFERS
         buffer, copied = self._buffers[self._turn]
-        copied.synchronize()
-        if buffer.shape[0] < size:
-            buffer = torch.empty(max(4096, 1 << (size - 1).bit_length()), dtype=torch.uint8, pin_memory=True)
+        if buffer.shape[0] < size or not copied.query():
+            buffer, copied = torch.empty(max(4096, 1 << (size - 1).bit_length()), dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
             self._buffers[self._turn] = buffer, copied
         return buffer, copied
 

@@ -46,14 +46,22 @@ def lacking(device: torch.device) -> list[str]:
     """A line for the user where kernels that this device could run are left out."""
     if find_spec("triton") is None:
         return ["kernels: torch's own, as Triton is not installed"]
+    import triton
+
     from flatout.kernels.gpu import blaslt
     from flatout.kernels.gpu.cuda import available
     from flatout.kernels.gpu.device import facts
+    from flatout.kernels.gpu.launch import TRITON
 
     lines = []
     if facts(device).capability == (9, 0) and not available(device):
         lines.append(
-            "kernels: products of 5 to 192 rows are cuBLAS's, some 8 % of a decode step slower: no NVRTC was found that compiles (pip install nvidia-cuda-nvrtc)"
+            "kernels: products of 2 to 192 rows by Triton and cuBLAS, some 8 % of a decode step slower: no NVRTC was found that compiles (pip install nvidia-cuda-nvrtc)"
+        )
+    if not triton.__version__.startswith(TRITON):
+        lines.append(
+            f"kernels: launched by Triton {triton.__version__} itself, a prompt's some 4 ms later, and prompts' attention by its common kernel: "
+            f"what goes past it and what is written for this chip was tried with Triton {TRITON}x alone"
         )
     if not blaslt.available():
         lines.append("kernels: products of prompts by cuBLAS's own choice, some 4 % slower: no cuBLASLt of this torch's CUDA was found")

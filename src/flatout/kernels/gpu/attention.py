@@ -20,7 +20,7 @@ from flatout.kernels.gpu.attention_decode import decode
 from flatout.kernels.gpu.attention_prefill import prefill
 from flatout.kernels.gpu.attention_shared import shared
 from flatout.kernels.gpu.device import Facts, facts
-from flatout.kernels.gpu.launch import launch
+from flatout.kernels.gpu.launch import TRITON, launch
 from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.prefixes import Shared
 
@@ -84,7 +84,7 @@ def shared_sizes(width: int, exact: bool, hopper: bool, device: Facts) -> tuple[
 @cache
 def _hopper(capability: tuple[int, int], name: str) -> Any:
     """A kernel of attention_hopper.py where those run. Gluon is no stable interface yet: with no Triton but the one that they were tried with."""
-    if capability != (9, 0) or not triton.__version__.startswith("3.6."):
+    if capability != (9, 0) or not triton.__version__.startswith(TRITON):
         return None
     from flatout.kernels.gpu import attention_hopper
 

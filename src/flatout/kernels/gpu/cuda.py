@@ -1,7 +1,7 @@
 """CUDA C++ kernels: compiled at run time by NVRTC, kept on disk as machine code, launched through the driver; all by ctypes, no toolkit needed.
 
 For what Triton has no words for (multicast, shared memory of a whole cluster). A kernel's file and its launch live beside this; called by
-hopper.py and ahead.py. A machine without NVRTC or the driver is told by available(), and its products run elsewhere.
+hopper.py, streaming.py and ahead.py. A machine without NVRTC or the driver is told by available(), and its products run elsewhere.
 """
 
 from __future__ import annotations
@@ -211,10 +211,6 @@ def _keep(path: Path, made: bytes) -> None:
 
 
 _here = threading.local()  # noted: inside noting(), the variants that would have been launched
-
-
-# by name of the activation: GATE of product_parts.cu
-GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 
 
 def text_of(*names: str) -> str:

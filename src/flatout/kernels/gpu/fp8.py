@@ -1,7 +1,7 @@
 """quantise_rows and linear_fp8 in Triton: rows quantised in one pass, and products of few rows that stream the weight once, on tensor cores.
 
 blocks() chooses how a product is cut; its kernel is skinny.py's `tiles` with 8-bit operands and scales at the end. Many rows are cuBLASLt's, in
-kernels/fp8.py, which competes here too by measured choice. Nothing is registered below capability 8.9, where there are no such tensor cores.
+kernels/fp8.py, which competes here too by measured choice. Below capability 8.9, where there are no such tensor cores, they decline.
 """
 
 from __future__ import annotations

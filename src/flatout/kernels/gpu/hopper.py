@@ -1,7 +1,7 @@
 """Products of 5 to 192 rows with plain weights on sm_90: tiles by shape, and the launch of hopper_product.cu, which says how it works.
 
-Registers on kernels/linear.py's ops. Tiles were swept on an H200 (tests/gpu/sweeps/products.py); cuBLAS and linear.py's kernels compete with
-it by measured choice. Needs NVRTC: where that is not found, it declines.
+Registers on kernels/linear.py's ops. Tiles were swept on an H200 (tests/gpu/sweeps/products.py). Up to 16 rows streaming.py's kernel comes first;
+beyond, normed and long products are taken unmeasured, for others cuBLAS and linear.py's kernels compete. Needs NVRTC: else it declines.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.kernels.gpu.cuda import GATES, Program, available, tensor_map, text_of
+from flatout.kernels.gpu.cuda import Program, available, tensor_map, text_of
 from flatout.kernels.gpu.device import Facts, facts
+from flatout.kernels.gpu.streaming import GATES
 from flatout.kernels.gpu.streaming import MOST_ROWS as STREAMED
 from flatout.kernels.gpu.whole import cdiv, round_up
 from flatout.kernels.linear import linear, linear_add, norm_gated, norm_linear
 from flatout.kernels.norm import rms_norm
 
-LEAST_ROWS, LEAST_GATED = 5, 9  # below, tiles are of nothing for the most part; gated, linear.py's kernel norms its rows itself
-# columns beyond which it is taken unmeasured: timed alone cuBLAS's split sums look as good, and take 5 us a layer more in a step (64 rows of 7B)
+LEAST_ROWS, LEAST_GATED = 5, 9  # below, tiles are of nothing for the most part
+# columns beyond which it is taken unmeasured: timed alone cuBLAS's split sums look as good, and take 4 us a layer more in a step (64 rows of 7B)
 LONG_COLUMNS = 8192
 # beyond, cuBLAS: of 256 rows of 7B gate and up took 18 us a layer more in a step, though no more when timed alone
 MOST_ROWS = 192

@@ -16,7 +16,8 @@ import triton
 from torch import Tensor
 
 _MOST = 8192  # launches remembered
-_KNOWN_VERSION = triton.__version__.startswith("3.6.")
+TRITON = "3.6."  # the versions whose compiled kernels are started as here
+_KNOWN_VERSION = triton.__version__.startswith(TRITON)
 _known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _here = threading.local()  # idle: inside without_launches()
 
@@ -24,11 +25,12 @@ _here = threading.local()  # idle: inside without_launches()
 @contextmanager
 def without_launches() -> Iterator[None]:
     """Inside, in this thread, kernels are compiled but none is launched, met before or not: what they would read may never be written."""
+    before = getattr(_here, "idle", False)
     _here.idle = True
     try:
         yield
     finally:
-        _here.idle = False
+        _here.idle = before
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *operands: Any, **form: Any) -> None:
@@ -42,8 +44,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *operands: Any, **form: Any) -> N
     key = (
         id(kernel),  # its own hash asks for its source's
         device,
-        tuple([(o.dtype, o.data_ptr() & 15) if isinstance(o, Tensor) else o if o.__class__ is not float else (o,) for o in operands]),
-        tuple(form.items()),
+        # 1, 1.0 and True are equal as parts of a key, and compiled apart
+        tuple([(o.dtype, o.data_ptr() & 15) if isinstance(o, Tensor) else o if o.__class__ is int else (o, o.__class__) for o in operands]),
+        tuple([(name, o, o.__class__) for name, o in form.items()]),
     )
     known = _known.get(key)
     if known is None:

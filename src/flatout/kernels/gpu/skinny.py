@@ -1,7 +1,7 @@
 """Kernels of products with few rows: `vector` (multiply-adds) and `tiles` (tensor cores). Both stream the weight once.
 
 What a layer does before the product (an RMS norm of its rows) and after it (bias, gating, adding onto the stream) is folded in. Launched by
-kernels/gpu/linear.py alone, which registers them and chooses the blocks.
+kernels/gpu/linear.py, which registers them and chooses the blocks; gpu/fp8.py and gpu/expert_rows.py are made of its parts too.
 """
 
 import triton

@@ -1,0 +1,5 @@
+"""python -m flatout: the same as the command flatout."""
+
+from flatout.cli import main
+
+main()
