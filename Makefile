@@ -13,6 +13,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 GPU_TORCH := torch>=2.11
 # Kernels for GPUs are tested in Triton's interpreter where no GPU is; with one, torch brings the Triton it needs.
 CPU_TRITON := triton>=3.6,<3.9; platform_system == 'Linux' and platform_machine == 'x86_64'
+NATIVE := setup.py $(wildcard $(addprefix src/flatout/kernels/native/*., cpp h inc))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: demo test long bench format clean
@@ -43,7 +44,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build src/*.egg-info src/flatout/kernels/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch:
 	@test -n "$(PYTHON)" || { echo "flatout needs Python 3.11 or newer; none was found. Say which: make PYTHON=/path/to/python3.12"; exit 1; }
@@ -56,7 +57,7 @@ $(VENV)/.torch:
 	fi
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(NATIVE)
 	$(PIP) -q -e '.[all]'
 	@touch $@
 

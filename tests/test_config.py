@@ -180,6 +180,17 @@ def test_an_allocation_that_fails_names_the_settings():
 # -- by device ------------------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_for_cpus_alone():
+    with pytest.raises(ConfigError, match="--quantization: gguf runs on the CPU so far; leave it out, or use --device cpu"):
+        resolve(Config.make(quantization="gguf"), SPEC, GPU)
+    with pytest.raises(ConfigError, match="--quantization: gguf multiplies rows of bfloat16 or float32; use --dtype bfloat16"):
+        resolve(Config.make(quantization="gguf", dtype="float16"), SPEC, MACHINE)
+    assert resolve(Config.make(quantization="gguf"), SPEC, MACHINE)[0].model.dtype == "float32"
+    assert resolve(Config.make(quantization="gguf", dtype="bfloat16"), SPEC, MACHINE)[0].model.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match=r"--quantization: 'awq' is not one of none, gguf"):
+        Config.make(quantization="awq")
+
+
 def test_what_is_for_gpus_alone(monkeypatch):
     monkeypatch.setattr(config_module, "find_spec", lambda name: name)  # Triton is there
     with pytest.raises(ConfigError, match="--enforce-eager captures nothing"):

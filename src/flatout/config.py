@@ -40,6 +40,11 @@ class ModelConfig:
         "auto", "auto; dummy: random weights from the config alone", choices=("auto", "safetensors", "gguf", "dummy")
     )
     dtype: str = setting("auto", "arithmetic of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
+    quantization: str = setting(
+        "none",
+        "none: weights in --dtype; gguf: those of a GGUF file in 4 and 8 bits as they are, times rows rounded to int8 (CPU)",
+        choices=("none", "gguf"),
+    )
     max_model_len: int | None = setting(None, "longest context in tokens, prompt and output (default: the model's)", kind="size")
     chat_template: str | None = setting(None, "jinja file (or text) instead of the model's chat template")
     generation_config: str = setting("auto", "auto: the model's sampling defaults hold; none: they do not", choices=("auto", "none"))
@@ -215,10 +220,18 @@ def resolve(config: Config, spec: ModelSpec, hardware: Hardware) -> tuple[Config
         decide("device", hardware.device, f"{hardware.name} found" if cuda else "no CUDA device found")
 
     dtype = config.model.dtype
-    if dtype == "auto":
+    if dtype == "auto" and config.model.quantization == "gguf":
+        dtype = decide("dtype", "float32", "rows are rounded to int8 once, from what was not rounded before")
+    elif dtype == "auto":
         dtype = decide("dtype", *_dtype(spec, hardware))
     elif dtype == "bfloat16" and not hardware.has_bfloat16:
         raise ConfigError(f"--dtype: {hardware.name} has no bfloat16; use float16 or float32")
+
+    if config.model.quantization == "gguf":
+        if cuda and config.device.device != "cpu":
+            raise ConfigError("--quantization: gguf runs on the CPU so far; leave it out, or use --device cpu")
+        if dtype == "float16":
+            raise ConfigError("--quantization: gguf multiplies rows of bfloat16 or float32; use --dtype bfloat16")
 
     length = config.model.max_model_len
     if length is None:

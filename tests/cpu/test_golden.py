@@ -10,6 +10,7 @@ from forced import logits_of
 from paths import DATA
 
 from flatout import LLM, SamplingParams
+from flatout.kernels import native
 
 GREEDY = json.loads((DATA / "smollm2_greedy.json").read_text())
 CASES = GREEDY["cases"] + GREEDY["cases_extra"]
@@ -50,13 +51,27 @@ def test_chat_gives_the_reference_prompt_and_text(llm):
         assert result.outputs[0].text == case["text"].removesuffix("<|im_end|>")
 
 
-def test_bfloat16_teacher_forced(default_model):
+def off_by(default_model, **rough) -> np.ndarray:
+    """The logits' root mean square from float32's at every step of all answers, given those; sure choices are the same."""
     options = {"max_model_len": 1024, "enable_prefix_caching": False}
-    with LLM("smollm2", dtype="float32", **options) as exact_llm, LLM("smollm2", dtype="bfloat16", **options) as rough_llm:
+    found = []
+    with LLM("smollm2", dtype="float32", **options) as exact_llm, LLM("smollm2", **rough, **options) as rough_llm:
         for case in CASES:
             ids, first = case["prompt_ids"] + case["greedy_ids"][:-1], len(case["prompt_ids"]) - 1
-            exact, rough = logits_of(exact_llm, ids)[first:], logits_of(rough_llm, ids)[first:]
-            assert np.sqrt(np.mean((exact - rough) ** 2, axis=1)).max() < 0.6
+            exact, other = logits_of(exact_llm, ids)[first:], logits_of(rough_llm, ids)[first:]
+            found.append(np.sqrt(np.mean((exact - other) ** 2, axis=1)))
             top = np.sort(exact, axis=1)
             sure = top[:, -1] - top[:, -2] >= 1
-            assert (exact.argmax(1) == rough.argmax(1))[sure].all()
+            assert (exact.argmax(1) == other.argmax(1))[sure].all()
+    return np.concatenate(found)
+
+
+def test_bfloat16_teacher_forced(default_model):
+    assert off_by(default_model, dtype="bfloat16").max() < 0.6  # 0.43 in 560 steps
+
+
+@pytest.mark.skipif(not native.available(), reason="the native library was not built")
+def test_rows_of_int8_teacher_forced(default_model):
+    """Wider than bfloat16: 1 step of 560 was off by 0.71, the next by 0.53, 0.22 in the mean."""
+    off = off_by(default_model, quantization="gguf")
+    assert np.quantile(off, 0.99) < 0.6 and off.max() < 1 and off.mean() < 0.3

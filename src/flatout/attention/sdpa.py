@@ -1,4 +1,4 @@
-"""TorchBackend: attention from what torch has: flash on the CPU piece by piece, variable-length flash on CUDA, explicit scores where neither can.
+"""TorchBackend: attention from what torch has, and on the CPU from the native library for rows of one query: flash on the CPU piece by piece, variable-length flash on CUDA, explicit scores where neither can.
 
 Only planning lives here: which rows share a call, where their keys lie, what is masked. The arithmetic is kernels/attention.py.
 Called by runner/ through backend.py's protocol.
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flatout.attention.backend import pairs
 from flatout.batch import ForwardBatch, HostBatch
-from flatout.kernels.attention import AttentionWork, Chunk, Pieces, Singles, Varlen, Where, varlen_runs, window_mask
+from flatout.kernels import native
+from flatout.kernels.attention import AttentionWork, Chunk, InPlace, Pieces, Singles, Varlen, Where, in_place_runs, varlen_runs, window_mask
 
 if TYPE_CHECKING:
     from flatout.modelfile.spec import ModelSpec
@@ -39,7 +40,7 @@ class TorchBackend:
         self.windows = [group.window for group in spec.cache_groups()]
         self.block_size = block_size
         self.softcap = spec.attn_softcap
-        self.varlen = False
+        self.varlen = self.in_place = False
 
     def kv_bytes_per_block(self, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
         return 2 * spec.num_layers * spec.kv_size * block_size * dtype.itemsize
@@ -50,6 +51,7 @@ class TorchBackend:
         if block_size != self.block_size:
             raise ValueError(f"block_size {block_size}: this backend plans for {self.block_size}")
         self.varlen = varlen_runs(device, dtype, spec.head_dim, self.softcap)
+        self.in_place = in_place_runs(device, dtype, spec.head_dim, spec.num_heads // spec.num_kv_heads)
 
         def cache() -> Tensor:
             # zeros, so that no NaN lies in a slot not written yet. On the CPU numpy's, whose pages cost nothing until touched:
@@ -77,10 +79,15 @@ class TorchBackend:
         q_lens, kv_lens = host.q_lens.astype(np.int64), host.kv_lens.astype(np.int64)
         lengths = kv_lens if window is None else np.minimum(kv_lens, q_lens + window - 1)
         if self.varlen:
-            arrangement: Pieces | Varlen = _varlen(batch, group, q_lens, lengths, self.block_size, window)
+            arrangement: Pieces | InPlace | Varlen = _varlen(batch, group, q_lens, lengths, self.block_size, window)
         else:
             rows = _Rows(q_lens, kv_lens, host.block_tables[group], self.block_size, batch.tokens.device)
-            arrangement = Pieces(rows.singles(window), rows.chunks(window))
+            single = np.flatnonzero(q_lens == 1)
+            if self.in_place and len(single):
+                where = native.Rows(host.block_tables[group], host.kv_lens, single, rows.starts[single], self.block_size, window)
+                arrangement = InPlace(where, rows.chunks(window))
+            else:
+                arrangement = Pieces(rows.singles(window), rows.chunks(window))
         return AttentionWork(
             q_lens=host.q_lens,
             kv_lens=host.kv_lens,

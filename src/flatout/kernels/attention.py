@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.kernels import native
 from flatout.kernels.op import Cost, op, shape_class
 from flatout.kernels.prefixes import Shared
 
@@ -50,6 +51,14 @@ class Pieces:
     """A step cut into calls of dense attention."""
 
     singles: list[Singles]
+    chunks: list[Chunk]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InPlace:
+    """On the CPU: rows of one query where their keys lie, by the native library, and the chunks of the others by dense attention."""
+
+    rows: native.Rows
     chunks: list[Chunk]
 
 
@@ -117,7 +126,7 @@ class AttentionWork:
     window: int | None  # a query sees itself and window - 1 keys before it
     kv_tokens: int  # keys that some query sees, summed over rows; 0 where only the device knows
     pairs: int  # (query, key it sees), summed over rows; likewise
-    arrangement: Pieces | Varlen | Paged | LongChunks
+    arrangement: Pieces | InPlace | Varlen | Paged | LongChunks
 
 
 def _cost(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: AttentionWork, scale: float, softcap: float) -> Cost:
@@ -190,6 +199,21 @@ def _pieces(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Atte
         (_singles_explicit if explicit else _singles_flash)(out, q, k_cache, v_cache, singles, scale, softcap)
     for chunk in work.arrangement.chunks:
         (_chunk_explicit if explicit else _chunk_flash)(out, q, k_cache, v_cache, chunk, scale, softcap)
+
+
+def in_place_runs(device: torch.device, dtype: torch.dtype, dim: int, group: int) -> bool:
+    """Whether InPlace does: group query heads to a KV head, of dim."""
+    known = dtype in (torch.float32, torch.bfloat16) and dim % 16 == 0 and dim <= 256 and group <= 8
+    return device.type == "cpu" and known and native.available()
+
+
+@attention.implementation("in place", lambda out, q, k_cache, v_cache, work, scale, softcap: isinstance(work.arrangement, InPlace))
+def _in_place(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: AttentionWork, scale: float, softcap: float) -> None:
+    """9 heads on 3 of 64, 2 threads: a row of 128 keys 10 us, of 1,024 46, where torch's flash kernel takes 36 and 90."""
+    assert isinstance(work.arrangement, InPlace)
+    work.arrangement.rows.attend(out, q, k_cache, v_cache, scale, softcap)
+    for chunk in work.arrangement.chunks:
+        (_chunk_explicit if softcap else _chunk_flash)(out, q, k_cache, v_cache, chunk, scale, softcap)
 
 
 def _take(cache: Tensor, where: Where) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatout.kernels import native
 from flatout.kernels.norm import normalise
 from flatout.kernels.op import Cost, nbytes, op, shape_class
 
@@ -90,3 +91,23 @@ def rope_kv_write(
         rotating.mul_(cos).addcmul_(halves_swapped, sin)
     k_cache.index_copy_(0, slots, key)
     v_cache.index_copy_(0, slots, value)
+
+
+def _native_accepts(
+    qk: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, cos: Tensor | None, sin: Tensor | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float, offset: float,
+) -> bool:  # fmt: skip
+    """Rotated dims in whole vectors; norms of heads by themselves."""
+    dim = qk.shape[2]
+    return (
+        qk.device.type == "cpu"
+        and native.available()
+        and qk.dtype in (torch.float32, torch.bfloat16)
+        and k_cache.dtype == qk.dtype
+        and dim % 16 == 0
+        and (cos is None or cos.shape[2] % 32 == 0)
+        and (q_norm is None or k_norm is None or q_norm.shape[0] == k_norm.shape[0] == dim)
+    )
+
+
+rope_kv_write.implementation("native", _native_accepts)(native.rotate)

@@ -18,7 +18,7 @@ from flatout.layers.linear import Linear, under
 from flatout.layers.norm import Around
 from flatout.layers.rotary import Rotary
 from flatout.layers.workspace import Workspace
-from flatout.quant.scheme import Scheme
+from flatout.quant.scheme import Schemes
 
 if TYPE_CHECKING:
     from flatout.modelfile.spec import ModelSpec
@@ -28,7 +28,7 @@ class Attention:
     def __init__(
         self,
         spec: ModelSpec,
-        scheme: Scheme,
+        schemes: Schemes,
         group: int,
         rotary: Rotary | None,
         around: Around,
@@ -48,8 +48,8 @@ class Attention:
         self.norm_offset = spec.norm_offset
         self.heads_shape = (spec.num_kv_heads, spec.head_dim)
         segments = {"q": q, "k": kv, "v": kv}
-        self.qkv = Linear(scheme, q + 2 * kv, hidden, bias=spec.qkv_bias, segments=segments, dtype=dtype, device=device)
-        self.o = Linear(scheme, hidden, q, bias=spec.o_bias, dtype=dtype, device=device)
+        self.qkv = Linear(schemes("qkv"), q + 2 * kv, hidden, bias=spec.qkv_bias, segments=segments, dtype=dtype, device=device)
+        self.o = Linear(schemes("o"), hidden, q, bias=spec.o_bias, dtype=dtype, device=device)
         self.q_norm: Tensor | None = None
         self.k_norm: Tensor | None = None
         if spec.qk_norm:

@@ -19,12 +19,21 @@ class Destination:
 
     tensor: [rows, ...], or [experts, rows, ...] when `experts` is given.
     segments: name -> (first row, end row) of the pieces that files may hold one by one; empty: the parameter comes whole.
+    lines: 1, or how many rows of the weight, of `columns`, one row of a packed tensor holds; what is written is packed likewise.
     A segment or expert left out of write() means all of them in one tensor. Each piece is written once.
     """
 
-    def __init__(self, tensor: Tensor, segments: Mapping[str, tuple[int, int]] | None = None, experts: int | None = None):
+    def __init__(
+        self,
+        tensor: Tensor,
+        segments: Mapping[str, tuple[int, int]] | None = None,
+        experts: int | None = None,
+        lines: int = 1,
+        columns: int = 0,
+    ):
         self.tensor = tensor
-        self.segments = dict(segments or {})
+        self.lines, self.columns = lines, columns
+        self.segments = {name: (first // lines, end // lines) for name, (first, end) in (segments or {}).items()}
         self.experts = experts
         self._unwritten = set(self.pieces())
 
@@ -48,8 +57,9 @@ class Destination:
         ]
 
     def shape_of(self, segment: str | None = None, expert: int | None = None) -> tuple[int, ...]:
-        """The shape that write() expects for this piece."""
-        return tuple(self._view(segment, expert).shape)
+        """The shape of this piece of the weight, which write() expects unless it is packed."""
+        shape = tuple(self._view(segment, expert).shape)
+        return shape if self.lines == 1 else (shape[0] * self.lines, self.columns)
 
     def pieces(self, segment: str | None = None, expert: int | None = None) -> list[tuple[int | None, str | None]]:
         """The smallest parts (expert, segment) that a write() with these arguments fills."""

@@ -24,13 +24,11 @@ if TYPE_CHECKING:
 
 
 class Head:
-    def __init__(
-        self, spec: ModelSpec, embed: Embedding, scheme: Scheme, plain: Scheme, max_rows: int, *, dtype: torch.dtype, device: torch.device
-    ):
-        """plain: the scheme of a tied head, whose weights are the embedding's."""
+    def __init__(self, spec: ModelSpec, embed: Embedding, scheme: Scheme, max_rows: int, *, dtype: torch.dtype, device: torch.device):
+        """A tied head of plain weights reads the embedding's; packed ones it has for itself."""
         self.norm = Norm(spec.hidden_size, spec.norm_eps, spec.norm_offset, dtype=dtype, device=device)
-        tied = embed.weight if spec.tie_embeddings else None
-        scheme = scheme if tied is None else plain
+        packed = scheme.lines > 1
+        tied = embed.weight if spec.tie_embeddings and not packed else None
         self.projection = Linear(scheme, spec.vocab_size, spec.hidden_size, tied=tied, dtype=dtype, device=device)
         self.scale = spec.logit_scale
         self.softcap = spec.logit_softcap
@@ -38,8 +36,8 @@ class Head:
         self._picked = self._workspace.rows("picked", spec.hidden_size)
         self._scratch = self._workspace.rows("normed", spec.hidden_size)
         self._logits = self._workspace.rows("logits", spec.vocab_size, torch.float32)
-        # products on CUDA give float32 at once; in a float32 model both are the same buffer
-        self._raw = self._logits if device.type == "cuda" else self._workspace.rows("logits", spec.vocab_size)
+        # products on CUDA, and of packed weights, give float32 at once; in a float32 model both are the same buffer
+        self._raw = self._logits if device.type == "cuda" or packed else self._workspace.rows("logits", spec.vocab_size)
 
     def __call__(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """float32 [S, vocab] of rows (int64 [S], rising) of hidden [T, hidden]."""

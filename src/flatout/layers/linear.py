@@ -37,6 +37,7 @@ class Linear:
         self.tied = tied is not None
         self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
         self.segments = bounds(segments or {})
+        self.columns = columns
 
     def __call__(self, out: Tensor, x: Tensor) -> Tensor:
         """out [T, rows] from x [T, columns]; returns out."""
@@ -66,10 +67,11 @@ class Linear:
             add(stream, norm(scratch, self(scratch, x)), scale)
 
     def destinations(self) -> dict[str, Destination]:
-        tensors = {} if self.tied else dict(self.tensors)
+        lines, columns = self.scheme.lines, self.columns
+        made = {} if self.tied else {n: Destination(t, self.segments, lines=lines, columns=columns) for n, t in self.tensors.items()}
         if self.bias is not None:
-            tensors["bias"] = self.bias
-        return {name: Destination(tensor, self.segments) for name, tensor in tensors.items()}
+            made["bias"] = Destination(self.bias, self.segments)
+        return made
 
 
 def bounds(segments: Mapping[str, int]) -> dict[str, tuple[int, int]]:

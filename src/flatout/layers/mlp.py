@@ -12,7 +12,7 @@ from flatout.layers.destination import Destination
 from flatout.layers.linear import Linear, under
 from flatout.layers.norm import Around
 from flatout.layers.workspace import Workspace
-from flatout.quant.scheme import Scheme
+from flatout.quant.scheme import Schemes
 
 ALONE = Around()
 
@@ -22,7 +22,7 @@ class MLP:
 
     def __init__(
         self,
-        scheme: Scheme,
+        schemes: Schemes,
         hidden: int,
         intermediate: int,
         activation: str,
@@ -36,8 +36,8 @@ class MLP:
         self.activation = activation
         self.around = around
         segments = {"gate": intermediate, "up": intermediate}
-        self.gate_up = Linear(scheme, 2 * intermediate, hidden, bias=bias, segments=segments, dtype=dtype, device=device)
-        self.down = Linear(scheme, hidden, intermediate, bias=bias, dtype=dtype, device=device)
+        self.gate_up = Linear(schemes("gate_up"), 2 * intermediate, hidden, bias=bias, segments=segments, dtype=dtype, device=device)
+        self.down = Linear(schemes("down"), hidden, intermediate, bias=bias, dtype=dtype, device=device)
         self._gate_up = workspace.rows("gate_up", 2 * intermediate)
         self._act = workspace.rows("act", intermediate)
         self._scratch = workspace.rows("delta", hidden)

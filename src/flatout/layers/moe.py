@@ -19,7 +19,7 @@ from flatout.layers.mlp import MLP
 from flatout.layers.norm import Around
 from flatout.layers.workspace import Workspace
 from flatout.quant.none import Plain
-from flatout.quant.scheme import Scheme
+from flatout.quant.scheme import Schemes
 
 if TYPE_CHECKING:
     from flatout.modelfile.spec import MoESpec
@@ -29,7 +29,7 @@ class MoE:
     def __init__(
         self,
         spec: MoESpec,
-        scheme: Scheme,
+        schemes: Schemes,
         plain: Plain,
         hidden: int,
         activation: str,
@@ -54,7 +54,9 @@ class MoE:
         if spec.shared_intermediate_size:
             width = spec.shared_intermediate_size
             self._shared = workspace.rows("shared", hidden)
-            self.shared = MLP(scheme, hidden, width, activation, False, workspace, dtype=dtype, device=device)
+            self.shared = MLP(
+                lambda name: schemes(f"shared.{name}"), hidden, width, activation, False, workspace, dtype=dtype, device=device
+            )
         if spec.shared_gate:
             self.shared_gate = Linear(plain, 1, hidden, dtype=dtype, device=device)
             self._gate = workspace.rows("shared_gate", 1)

@@ -6,6 +6,8 @@ is a field of the spec; no family is named here. Called by runner/ and doctor/; 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,8 @@ from flatout.layers.rotary import Rotary
 from flatout.layers.workspace import Workspace
 from flatout.modelfile.spec import ModelSpec
 from flatout.quant.none import Plain
-from flatout.quant.scheme import Scheme
+from flatout.quant.packed import Packed
+from flatout.quant.scheme import Scheme, Schemes
 
 
 class Decoder:
@@ -37,25 +40,30 @@ class Decoder:
         max_logits: int,
         max_model_len: int,
         invariant: bool = False,
+        packed: Mapping[str, int] | None = None,
     ):
         """Weights and buffers are allocated, not filled.
 
         max_tokens: most tokens of one forward(). max_logits: most rows of one logits(). max_model_len: positions of the rope tables; the
         spec's ropes have their lengths fixed for it (ModelSpec.for_length). invariant: on CUDA a row's products have the same bits whatever
-        rows are beside it.
+        rows are beside it. packed: bits of the projections that are kept packed, by their names in destinations(), "layers.0.attn.qkv".
         """
         self.spec = spec
         self.max_logits = max_logits
         self._workspace = workspace = Workspace(max_tokens, dtype, device)
         plain = Plain(invariant)
-        scheme: Scheme = plain
+        kept: dict[str, Scheme] = {name: Packed(bits) for name, bits in (packed or {}).items()}
+
+        def schemes(name: str) -> Scheme:
+            return kept.get(name, plain)
+
         groups = {layer: index for index, group in enumerate(spec.cache_groups()) for layer in group.layers}
         self.embed = Embedding(spec.vocab_size, spec.hidden_size, spec.embed_scale, dtype=dtype, device=device)
         self.ropes = [Rotary(rope, i, max_model_len, workspace, dtype=dtype, device=device) for i, rope in enumerate(spec.ropes)]
         self.layers = [
-            Layer(spec, i, scheme, plain, groups[i], self.ropes, workspace, dtype=dtype, device=device) for i in range(spec.num_layers)
+            Layer(spec, i, schemes, plain, groups[i], self.ropes, workspace, dtype=dtype, device=device) for i in range(spec.num_layers)
         ]
-        self.head = Head(spec, self.embed, scheme, plain, max_logits, dtype=dtype, device=device)
+        self.head = Head(spec, self.embed, schemes("head"), max_logits, dtype=dtype, device=device)
         self._stream = workspace.rows("stream", spec.hidden_size)
         self._picked = Picked(max_logits, spec.hidden_size, spec.q_size, dtype=dtype, device=device)
 
@@ -108,8 +116,10 @@ class Decoder:
         return made | self.head.destinations()
 
     def weight_bytes(self) -> int:
-        """Bytes of all parameters."""
-        return sum(d.tensor.numel() * d.tensor.element_size() for d in self.destinations().values())
+        """Bytes of all parameters; of a tied embedding whose head is packed for itself those of the head alone, which are what a step reads."""
+        destinations = self.destinations()
+        twice = destinations["embed.weight"].tensor.nbytes if self.spec.tie_embeddings and "head.weight" in destinations else 0
+        return sum(d.tensor.nbytes for d in destinations.values()) - twice
 
 
 class Layer:
@@ -119,7 +129,7 @@ class Layer:
         self,
         spec: ModelSpec,
         index: int,
-        scheme: Scheme,
+        schemes: Schemes,
         plain: Plain,
         group: int,
         ropes: list[Rotary],
@@ -137,16 +147,22 @@ class Layer:
             return Around(norm(spec.pre_norm), norm(spec.post_norm), spec.residual_scale)
 
         rotary = None if layer.rope is None else ropes[layer.rope]
-        self.attention = Attention(spec, scheme, group, rotary, around(), workspace, dtype=dtype, device=device)
+
+        def below(part: str) -> Schemes:
+            return lambda name: schemes(f"layers.{index}.{part}.{name}")
+
+        self.attention = Attention(spec, below("attn"), group, rotary, around(), workspace, dtype=dtype, device=device)
         self.feed_forward: MLP | MoE
         if layer.moe:
             assert spec.moe is not None
             self.feed_forward = MoE(
-                spec.moe, scheme, plain, hidden, spec.activation, workspace, around=around(), dtype=dtype, device=device
+                spec.moe, below("moe"), plain, hidden, spec.activation, workspace, around=around(), dtype=dtype, device=device
             )
         else:
             width, bias = spec.intermediate_size, spec.mlp_bias
-            self.feed_forward = MLP(scheme, hidden, width, spec.activation, bias, workspace, around=around(), dtype=dtype, device=device)
+            self.feed_forward = MLP(
+                below("mlp"), hidden, width, spec.activation, bias, workspace, around=around(), dtype=dtype, device=device
+            )
 
     def __call__(self, stream: Tensor, batch: ForwardBatch) -> None:
         """Each block adds its output to the residual stream [T, hidden]."""

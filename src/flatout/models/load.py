@@ -7,11 +7,13 @@ File formats are modelfile/'s, block types quant/'s, names registry.py's. Called
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +36,10 @@ LARGEST_FLOAT16 = 65504.0
 DUMMY_STD = 0.02  # Transformers' initializer_range
 MOST_READERS = 8  # threads that read files: more only wait for the disk
 FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+# projections that may stay packed: all but the router's and the experts'
+PACKABLE = re.compile(r"(layers\.\d+\.(attn\.(qkv|o)|(mlp|moe\.shared)\.(gate_up|down))|head)\.weight")
 
 
 class Loadable(Protocol):
@@ -69,7 +75,7 @@ def load_weights(decoder: Loadable, source: ModelSource, *, seed: int = 0) -> Lo
     destinations = decoder.destinations()
     report = LoadReport(source.name, source.kind, decoder.spec, files=len(source.files))
     for name, destination in destinations.items():
-        report.add_parameters(name, destination.tensor.numel(), destination.tensor.dtype)
+        report.add_parameters(name, destination)
     if source.kind == "dummy":
         _fill(destinations, decoder.spec, seed)
     else:
@@ -86,12 +92,29 @@ def load_weights(decoder: Loadable, source: ModelSource, *, seed: int = 0) -> Lo
     return report
 
 
+def kept_packed(source: ModelSource) -> dict[str, int]:
+    """Bits of the projections of a GGUF file that can stay as they are, for Decoder(packed=...): all tensors of one must be of like types, and of
+    whole blocks of rows."""
+    assert source.gguf is not None
+    names, found = names_of(source.spec), dict[str, set[int]]()
+    stored = {name: (names.target(name), tensor) for name, tensor in source.gguf.tensors.items()}
+    for target, tensor in stored.values():
+        if not isinstance(target, Target):
+            continue
+        name = target.name
+        if name == "embed.weight" and source.spec.tie_embeddings:
+            name = "head.weight"
+        if PACKABLE.fullmatch(name):
+            found.setdefault(name.removesuffix(".weight"), set()).add(gguf.kept_bits(tensor.type.name, tensor.shape))
+    return {name: max(bits) for name, bits in found.items() if len(bits) == 1 and max(bits)}
+
+
 def _plan(destinations: Mapping[str, Destination], source: ModelSource, report: LoadReport) -> list[_Move]:
     """What goes where, or why it cannot."""
     names, moves, unknown = names_of(source.spec), [], []
     stored: Mapping[str, StoredTensor | GGUFTensor] = source.gguf.tensors if source.gguf is not None else source.tensors
     targets = {name: names.target(name) for name in stored}
-    if "head.weight" not in destinations:
+    if "head.weight" not in destinations or source.spec.tie_embeddings:
         _tie(targets)
     for name, tensor in stored.items():
         target = targets[name]
@@ -100,8 +123,11 @@ def _plan(destinations: Mapping[str, Destination], source: ModelSource, report: 
         elif target is None or target.name not in destinations:
             unknown.append(name)
         else:
-            moves.append(_Move(name, tensor, target, destinations[target.name]))
-            report.add_scheme(target.name, moves[-1].kind, destinations[target.name].tensor.dtype)
+            # a head that is packed for itself though it is tied has the embedding's tensor too
+            also = [replace(target, name="head.weight")] if target.name == "embed.weight" and source.spec.tie_embeddings else []
+            for where in [target, *(t for t in also if t.name in destinations)]:
+                moves.append(_Move(name, tensor, where, destinations[where.name]))
+                report.add_scheme(where.name, moves[-1].kind, destinations[where.name])
     if unknown:
         raise ModelFileError(
             f"{source.name}: the checkpoint holds tensors that {source.spec.architecture} has no place for: {_some(unknown)}"
@@ -171,7 +197,9 @@ def _run(moves: list[_Move], spec: ModelSpec) -> None:
 
             def move_one(move: _Move) -> None:
                 stored = move.stored
-                if isinstance(stored, GGUFTensor):
+                if isinstance(stored, GGUFTensor) and move.destination.lines > 1:
+                    _write_packed(move, stored, spec, copy)
+                elif isinstance(stored, GGUFTensor):
                     for part, value in _unpacked(move, stored):
                         _write(part, value, spec, copy)
                 else:
@@ -218,6 +246,14 @@ def _write(move: _Move, value: Tensor, spec: ModelSpec, copy: Copy) -> None:
                 f"{move.stored.file}: {move.name}: values up to {reached:g} do not fit float16 (65504); use --dtype bfloat16 or float32"
             )
     move.destination.write(value.view(move.destination.shape_of(target.segment, target.expert)), target.segment, target.expert, copy)
+
+
+def _write_packed(move: _Move, stored: GGUFTensor, spec: ModelSpec, copy: Copy) -> None:
+    """As the file has it, laid out anew."""
+    target, (rows, columns) = move.target, stored.shape
+    heads = spec.num_heads if target.segment == "q" else spec.num_kv_heads
+    arrange = partial(_halves, heads=heads) if target.paired_heads else lambda part: part
+    move.destination.write(gguf.repacked(stored.data, stored.type.name, (rows, columns), arrange), target.segment, target.expert, copy)
 
 
 def _halves(value: Tensor, heads: int) -> Tensor:

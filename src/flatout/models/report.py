@@ -5,11 +5,11 @@ Data and words only. Filled by load.py, shown by engine.py.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-import torch
-
+from flatout.layers.destination import Destination
 from flatout.modelfile.spec import ModelSpec, RopeSpec
 
 # a word in a canonical name -> the part of the model it belongs to, the first that fits
@@ -23,6 +23,7 @@ class LoadReport:
     spec: ModelSpec
     files: int
     parameters: Counter[str] = field(default_factory=Counter)  # elements by dtype, as held
+    packed_head: int = 0  # elements that a tied head holds beside the embedding
     nbytes: int = 0
     used: int = 0  # tensors of the checkpoint
     skipped: dict[str, list[str]] = field(default_factory=dict)  # reason -> names
@@ -30,15 +31,18 @@ class LoadReport:
     schemes: dict[str, set[tuple[str, str]]] = field(default_factory=dict)  # part -> (stored type, held dtype)
     seconds: float = 0.0
 
-    def add_parameters(self, name: str, count: int, dtype: torch.dtype) -> None:
-        self.parameters[_word(dtype)] += count
-        self.nbytes += count * dtype.itemsize
+    def add_parameters(self, name: str, destination: Destination) -> None:
+        count = math.prod(destination.shape_of())
+        if name == "head.weight" and self.spec.tie_embeddings:  # the embedding's, packed for itself
+            self.packed_head = count
+        self.parameters[_held(destination)] += count
+        self.nbytes += destination.tensor.nbytes
         if self.kind == "dummy":
-            self.add_scheme(name, "random", dtype)
+            self.add_scheme(name, "random", destination)
 
-    def add_scheme(self, name: str, stored: str, dtype: torch.dtype) -> None:
+    def add_scheme(self, name: str, stored: str, destination: Destination) -> None:
         part = next((part for word, part in PARTS if word in name), "other")
-        self.schemes.setdefault(part, set()).add((stored, _word(dtype)))
+        self.schemes.setdefault(part, set()).add((stored, _held(destination)))
 
     def skip(self, name: str, reason: str) -> None:
         self.skipped.setdefault(reason, []).append(name)
@@ -46,7 +50,7 @@ class LoadReport:
     def lines(self) -> list[str]:
         """About ten lines of text."""
         spec = self.spec
-        total = self.parameters.total()
+        total = self.parameters.total() - self.packed_head
         held = ", ".join(f"{count / 1e6:,.1f} M in {dtype}" for dtype, count in self.parameters.most_common())
         rate = f" ({self.nbytes / 1e9 / self.seconds:.1f} GB/s)" if self.seconds > 0 else ""
         lines = [
@@ -60,7 +64,8 @@ class LoadReport:
                 f"tensors  {self.used} used, {skipped} unused, {self.missing} missing, from {self.files} file{'s' * (self.files > 1)}{why}"
             )
         lines.append("scheme   " + "; ".join(f"{part} {_scheme(pairs)}" for part, pairs in self.schemes.items()))
-        lines.append(f"head     {'tied to the embedding' if spec.tie_embeddings else 'its own'}, {spec.vocab_size:,} rows")
+        tied = "tied to the embedding" + (", packed for itself" if self.packed_head else "")
+        lines.append(f"head     {tied if spec.tie_embeddings else 'its own'}, {spec.vocab_size:,} rows")
         heads = f"{spec.num_heads} query and {spec.num_kv_heads} key/value heads of {spec.head_dim}"
         lines.append(f"heads    {heads}" + (f", {spec.qk_norm} q/k norm" if spec.qk_norm else ""))
         for index, rope in enumerate(spec.ropes):
@@ -78,8 +83,11 @@ class LoadReport:
         return lines
 
 
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _held(destination: Destination) -> str:
+    """The type, or of packed weights the bits that one takes with its share of the scales."""
+    if destination.lines == 1:
+        return str(destination.tensor.dtype).removeprefix("torch.")
+    return f"{8 * destination.tensor.nbytes / math.prod(destination.shape_of()):.1f} bits"
 
 
 def _scheme(pairs: set[tuple[str, str]]) -> str:

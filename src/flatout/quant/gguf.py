@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.kernels.packed import LINES, pack
+
 CHUNK = (
     1 << 19
 )  # elements unpacked at a time: the float32 values (2 MB) stay in the L2 cache; 0.28 s for the default model, 0.5 s at 1 << 23
@@ -123,6 +125,30 @@ PACKED = {
 }
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SUPPORTED = (*PLAIN, *PACKED)
+
+
+# bits of the types that kernels/packed.py multiplies as they are
+KEPT = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+
+
+def kept_bits(kind: str, shape: tuple[int, ...]) -> int:
+    """With how many bits repacked() keeps such a tensor, or 0: it cannot."""
+    return KEPT.get(kind, 0) if len(shape) == 2 and shape[0] % LINES == 0 else 0
+
+
+def repacked(raw: np.ndarray, kind: str, shape: tuple[int, int], arrange: Callable[[Tensor], Tensor] = lambda part: part) -> Tensor:
+    """The tensor's own values and scales as kernels/packed.py lays them out; arrange() puts its rows into another order."""
+    blocks = raw.view(np.ndarray).view(PACKED[kind].layout).reshape(shape[0], -1)
+    scales = np.ascontiguousarray(blocks["d"])
+    if kind == "Q8_0":
+        parts: list[np.ndarray] = [blocks["q"].view(np.uint8) ^ np.uint8(128), scales]
+    elif kind == "Q4_1":
+        parts = [_nibbles(blocks["q"]), scales, np.ascontiguousarray(blocks["m"])]
+    else:
+        with np.errstate(over="ignore"):  # eight times a float16 is one, or infinite where the weights would be
+            parts = [_nibbles(blocks["q"]), scales, scales * np.float16(-8)]
+    values, factors, *minima = (arrange(torch.from_numpy(part)) for part in parts)
+    return pack(values, factors, minima[0] if minima else None)
 
 
 def dequantize(raw: np.ndarray, kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -16,6 +16,7 @@ class Plain:
     """invariant: a row's result has the same bits whatever rows are beside it (--deterministic)."""
 
     name = "none"
+    lines = 1
 
     def __init__(self, invariant: bool = False):
         self.invariant = invariant

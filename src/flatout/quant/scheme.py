@@ -6,6 +6,7 @@ it costs. Names of models or checkpoints have no place here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,10 +21,14 @@ class RmsNorm(NamedTuple):
     offset: float
 
 
+Schemes = Callable[[str], "Scheme"]  # by the name of a projection below what it belongs to: "qkv", "o", "gate_up", "down"
+
+
 class Scheme(Protocol):
     """x [T, columns], weights [rows, columns]. Scratch operands hold nothing of use afterwards."""
 
     name: str
+    lines: int  # rows of a weight that one row of its storage holds
 
     def tensors(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Empty storage of a [rows, columns] weight, by the last part of its name ("weight"; a quantised scheme has more).

@@ -16,14 +16,14 @@ import torch
 from flatout import __version__
 from flatout.attention.select import select_backend
 from flatout.attention.triton import FARTHEST, LONG
-from flatout.config import Config, cache_dir
+from flatout.config import Config, ConfigError, cache_dir
 from flatout.hardware import Hardware
-from flatout.kernels import gpu
+from flatout.kernels import gpu, native
 from flatout.kernels.op import choices, shape_class
 from flatout.modelfile.sources import ModelSource
 from flatout.modelfile.spec import ModelSpec
 from flatout.models.decoder import Decoder
-from flatout.models.load import load_weights
+from flatout.models.load import kept_packed, load_weights
 from flatout.request import MAX_LOGPROBS, Request, SamplingParams
 from flatout.runner.graphs import DecodeGraphs, ladder
 from flatout.runner.memory import GIB, check_sizes, memory_errors_named, size_pool
@@ -78,6 +78,13 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
         gpu.load(cache_dir() / "cuda")
         phase("kernels")
         lacking = gpu.lacking(device)
+    packed: dict[str, int] = {}
+    if model.quantization == "gguf":
+        if source.gguf is None:
+            raise ConfigError(f"--quantization: gguf keeps the weights of a GGUF file, and {source.name} is none; leave it out")
+        lacking += native.lacking()
+        packed = kept_packed(source) if native.available() else {}
+        native.set_threads(config.device.threads)
     decoder = Decoder(
         spec,
         dtype=dtype,
@@ -86,6 +93,7 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
         max_logits=seqs,
         max_model_len=longest,
         invariant=config.device.deterministic,
+        packed=packed,
     )
     report = load_weights(decoder, source, seed=model.seed)
     phase("weights")

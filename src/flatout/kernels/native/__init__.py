@@ -1,0 +1,208 @@
+"""The native CPU library: packed int4 and int8 weights times rows, by thin functions on torch tensors over its C ABI (native.h).
+
+It is built by setup.py and may be missing: available() says so and lacking() what that costs. No arithmetic and no choice lives here.
+Called by kernels/packed.py, which has the reference, and by runner/build.py, which sets the threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LINES = 16  # of a weight are packed together
+GROUP = 32  # elements share a scale
+GROUP_BYTES = {4: 320, 8: 544}  # by kind: a group of a block of lines
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
+
+_FILE = Path(__file__).with_name("libflatout.so")
+# FlatoutProduct: x, weight, bias, norm, out; their strides, rows, outputs, columns; types, kind, gate, add; eps, offset, scale.
+# Packing takes 0.2 us where a ctypes.Structure takes 0.9
+_PRODUCT = struct.Struct("5P5q7i3f")
+_ATTENTION, _ROTATION = struct.Struct("8P4q6i2f"), struct.Struct("9P4q5i2f")  # FlatoutAttention, FlatoutRotation, in their order
+
+
+def _load() -> ctypes.CDLL | None:
+    """None where there is no library, or one of another version that lacks a function."""
+    try:
+        library = ctypes.CDLL(str(_FILE))
+        for name in ("flatout_product", "flatout_attention", "flatout_rotate"):
+            getattr(library, name).argtypes = [ctypes.c_char_p]
+    except (OSError, AttributeError):
+        return None
+    library.flatout_dequantise.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
+    ]
+    library.flatout_isa.restype = ctypes.c_char_p
+    library.flatout_use_isa.argtypes = [ctypes.c_char_p]
+    return library
+
+
+_library = _load()
+
+
+def available() -> bool:
+    """The library was built and runs here. Without it all below but lacking() raises."""
+    return _library is not None
+
+
+def lacking() -> list[str]:
+    """A line for the user where the library is missing."""
+    if available():
+        return []
+    what = "could not be loaded" if _FILE.exists() else "was not built"
+    mend = "install a C++17 compiler (apt install g++, xcode-select --install), then flatout again"
+    return [f"kernels: quantised products by torch, several times slower: the native library {what} ({mend})"]
+
+
+def isa() -> str:
+    """The instruction set in use: avx512_vnni, avx2 or scalar."""
+    return _native().flatout_isa().decode()
+
+
+def use_isa(name: str) -> bool:
+    """Take another one, for tests; False where this machine lacks it."""
+    return _native().flatout_use_isa(name.encode()) == 0
+
+
+def set_threads(n: int) -> int:
+    """Use n threads, the caller's among them; how many it will be."""
+    return _native().flatout_threads(n)
+
+
+def product(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    kind: int,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float, float] | None = None,
+    gate: str | None = None,
+    add: bool = False,
+    scale: float = 1.0,
+) -> None:
+    """out [T, N] = scale * (x [T, K] @ weight^T + bias), or with add that much more than it was; x is rounded to int8 by groups (native.h).
+
+    weight: packed, uint8 [lines / 16, K / 32, bytes]; kind: its bits, 4 or 8. x and out: float32 or bfloat16, rows any way apart.
+    norm: (weight [K], eps, offset) of the RMS norm that x passes first. gate: the weight's lines are gates, then ups, and act(gate) * up is
+    the result. bias and the norm's weight are of either type. Takes 2 us on top of the work.
+    """
+    blocks, groups, size = weight.shape
+    rows, columns = x.shape
+    out_rows, outputs = out.shape
+    (x_stride, x_step), (out_stride, out_step) = x.stride(), out.stride()
+    lines = 2 * outputs if gate else outputs
+    norm_weight, eps, offset = norm or (None, 0.0, 0.0)
+    if blocks * LINES != lines or groups * GROUP != columns or size != GROUP_BYTES.get(kind) or out_rows != rows:
+        raise ValueError(
+            f"product: {tuple(weight.shape)} of kind {kind} does not fit x {tuple(x.shape)}, out {tuple(out.shape)}, gate {gate}"
+        )
+    if x_step != 1 or out_step != 1:
+        raise ValueError("product: needs rows of x and out whose elements are side by side")
+    if bias is not None and bias.numel() != lines:
+        raise ValueError(f"product: bias needs {lines} values, not {bias.numel()}")
+    if norm_weight is not None and norm_weight.numel() != columns:
+        raise ValueError(f"product: norm needs {columns} values, not {norm_weight.numel()}")
+    asked = _PRODUCT.pack(
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if norm_weight is None else norm_weight.data_ptr(),
+        out.data_ptr(),
+        x_stride,
+        out_stride,
+        rows,
+        outputs,
+        columns,
+        _TYPES[x.dtype],
+        _TYPES[out.dtype],
+        0 if bias is None else _TYPES[bias.dtype],
+        0 if norm_weight is None else _TYPES[norm_weight.dtype],
+        kind,
+        _GATES[gate],
+        add,
+        eps,
+        offset,
+        scale,
+    )
+    if _native().flatout_product(asked):
+        raise ValueError(f"product: the native library declines {tuple(x.shape)} on {tuple(weight.shape)} of kind {kind}")
+
+
+def dequantise(out: Tensor, weight: Tensor, kind: int) -> None:
+    """out [lines, K], float32 or bfloat16 = the packed weight's values."""
+    blocks, groups, size = weight.shape
+    if out.shape != (blocks * LINES, groups * GROUP) or size != GROUP_BYTES.get(kind):
+        raise ValueError(f"dequantise: {tuple(weight.shape)} of kind {kind} does not fit out {tuple(out.shape)}")
+    if _native().flatout_dequantise(weight.data_ptr(), kind, *out.shape, out.data_ptr(), out.stride(0), _TYPES[out.dtype]):
+        raise ValueError(f"dequantise: the native library declines {tuple(weight.shape)} of kind {kind}")
+
+
+class Rows:
+    """Rows of one query each, where attention() finds their keys: table int32 [R, W] of blocks in order, kv_lens int32 [R] of at least 1; rows
+    int32 [n] which of them, tokens int32 [n] whose queries are theirs. Kept as they are: addresses are taken once a step and used in every layer."""
+
+    def __init__(self, table: np.ndarray, kv_lens: np.ndarray, rows: np.ndarray, tokens: np.ndarray, block_size: int, window: int | None):
+        self._arrays = [np.ascontiguousarray(array, np.int32) for array in (table, kv_lens, rows, tokens)]
+        self._addresses = [array.ctypes.data for array in self._arrays]
+        self._numbers = table.shape[1], len(rows)
+        self._where = block_size, window or 0
+
+    def attend(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, softcap: float) -> None:
+        """out [T, heads * D] of these rows' tokens = softmax(scale * q k^T) v; scores s are capped to softcap * tanh(s / softcap), 0: not.
+        q [T, heads * D], its rows apart as they like; k_cache, v_cache [slots, kv_heads, D], contiguous; one type, float32 or bfloat16."""
+        _, kv_heads, dim = k_cache.shape
+        asked = _ATTENTION.pack(
+            *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
+            *self._addresses,
+            *(q.stride(0), out.stride(0)),
+            *self._numbers,
+            *(q.shape[1] // dim, kv_heads, dim),
+            *self._where,
+            _TYPES[q.dtype],
+            scale,
+            softcap,
+        )
+        if _native().flatout_attention(asked):
+            raise ValueError(f"attend: the native library declines queries {tuple(q.shape)} on a cache {tuple(k_cache.shape)}")
+
+
+def rotate(
+    qk: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    offset: float,
+) -> None:
+    """kernels/rope.py:rope_kv_write, whose operands these are; norms are of single heads, all types alike."""
+    tokens, heads, dim = qk.shape
+    kv_heads = value.shape[1]
+    asked = _ROTATION.pack(
+        *(qk.data_ptr(), value.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr()),
+        *(0 if part is None else part.data_ptr() for part in (cos, sin, q_norm, k_norm)),
+        *(tokens, qk.stride(0), value.stride(0), 0 if cos is None else cos.stride(0)),
+        *(heads - kv_heads, kv_heads, dim, 0 if cos is None else cos.shape[2]),
+        _TYPES[qk.dtype],
+        eps,
+        offset,
+    )
+    if _native().flatout_rotate(asked):
+        raise ValueError(f"rotate: the native library declines {tuple(qk.shape)} with a cache {tuple(k_cache.shape)}")
+
+
+def _native() -> ctypes.CDLL:
+    if _library is None:
+        raise RuntimeError(lacking()[0])
+    return _library

@@ -1,0 +1,103 @@
+// Attention of rows with one query each, and the rotation and cache write before it: what is refused, how a context is cut, and who takes which
+// piece. No arithmetic: attention.inc's.
+//
+// A context is cut into pieces of kPiece keys whatever the threads and the other rows, and its pieces are put together in order, so a row has the
+// same bits in any company.
+
+#include "kernels.h"
+#include "pool.h"
+#include "scratch.h"
+
+#include <algorithm>
+
+namespace flatout {
+namespace {
+
+constexpr int64_t kPiece = 256;        // keys: two threads share a context from half as many on
+constexpr int64_t kPartTokens = 4096;  // elements to rotate, about a microsecond
+
+bool is_type(int32_t type) { return type == FLATOUT_FLOAT32 || type == FLATOUT_BFLOAT16; }
+
+bool can(const FlatoutAttention& a) {
+  return is_type(a.type) && a.q && a.k && a.v && a.out && a.tables && a.kv_lens && a.rows && a.tokens && a.count >= 0 && a.kv_heads > 0 &&
+         a.heads % a.kv_heads == 0 && a.heads / a.kv_heads <= kMostHeads && a.dim > 0 && a.dim <= kMostDim && a.dim % 16 == 0 && a.block_size > 0 &&
+         a.window >= 0;
+}
+
+bool can(const FlatoutRotation& r) {
+  return is_type(r.type) && r.qk && r.value && r.k_cache && r.v_cache && r.slots && r.tokens >= 0 && r.dim > 0 && r.dim % 16 == 0 &&
+         (!r.cos || (r.sin && r.rotary > 0 && r.rotary <= r.dim && r.rotary % 32 == 0));
+}
+
+int64_t first_key(const FlatoutAttention& a, int64_t index) {
+  const int64_t keys = a.kv_lens[a.rows[index]];
+  return a.window ? std::max<int64_t>(0, keys - a.window) : 0;
+}
+
+int64_t pieces_of(const FlatoutAttention& a, int64_t index) { return (a.kv_lens[a.rows[index]] - first_key(a, index) + kPiece - 1) / kPiece; }
+
+thread_local Scratch scratch;
+
+}  // namespace
+}  // namespace flatout
+
+FLATOUT_API int flatout_attention(const FlatoutAttention* attention) {
+  using namespace flatout;
+  if (!attention || !can(*attention)) return 1;
+  const FlatoutAttention& a = *attention;
+  const Kernels& k = kernels();
+  const int64_t heads = a.heads / a.kv_heads, floats = heads * (2 + a.dim + kPiece);
+  int64_t total = 0;
+  for (int64_t i = 0; i < a.count; i++) {
+    if (a.kv_lens[a.rows[i]] < 1) return 1;
+    total += pieces_of(a, i);
+  }
+  if (total == 0) return 0;
+  struct Job {
+    int32_t index, kv_head, piece;
+  };
+  const int64_t jobs = total * a.kv_heads;
+  char* memory = scratch.at_least(static_cast<size_t>(jobs) * (sizeof(AttentionPiece) + sizeof(Job) + floats * sizeof(float) + 64) + 64);
+  if (!memory) return 1;
+  // floats first: they are read as vectors
+  float* at = reinterpret_cast<float*>(memory);
+  AttentionPiece* pieces = reinterpret_cast<AttentionPiece*>(at + jobs * (floats + 16 - floats % 16));
+  Job* job = reinterpret_cast<Job*>(pieces + jobs);
+  int64_t n = 0;
+  for (int64_t i = 0; i < a.count; i++) {
+    const int64_t count = pieces_of(a, i);
+    for (int32_t h = 0; h < a.kv_heads; h++) {
+      for (int64_t p = 0; p < count; p++, n++, at += floats + 16 - floats % 16) {
+        job[n] = {static_cast<int32_t>(i), h, static_cast<int32_t>(p)};
+        pieces[n] = {at, at + heads, at + 2 * heads, at + 2 * heads + heads * a.dim};
+      }
+    }
+  }
+  Turn turn;
+  share_ranges(jobs, jobs, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t j = begin; j < end; j++) {
+      const int64_t first = first_key(a, job[j].index) + job[j].piece * kPiece;
+      const int64_t last = std::min<int64_t>(first + kPiece, a.kv_lens[a.rows[job[j].index]]);
+      k.attend(a, job[j].index, job[j].kv_head, first, last, pieces[j]);
+    }
+  });
+  for (int64_t j = 0; j < jobs;) {
+    const int64_t count = pieces_of(a, job[j].index);
+    k.merge(a, job[j].index, job[j].kv_head, pieces + j, count);
+    j += count;
+  }
+  return 0;
+}
+
+FLATOUT_API int flatout_rotate(const FlatoutRotation* rotation) {
+  using namespace flatout;
+  if (!rotation || !can(*rotation)) return 1;
+  const FlatoutRotation& r = *rotation;
+  if (r.tokens == 0) return 0;
+  const Kernels& k = kernels();
+  Turn turn;
+  share_ranges(r.tokens, r.tokens * (r.heads + r.kv_heads) * r.dim, kPartTokens, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) k.rotate(r, t);
+  });
+  return 0;
+}

@@ -1,0 +1,64 @@
+// What an instruction set's kernels offer to products.cpp: one table for each, chosen by cpu.cpp. Nothing here knows of threads.
+// Filled by scalar.cpp, avx2.cpp and avx512.cpp from kernels.inc.
+
+#ifndef FLATOUT_KERNELS_H
+#define FLATOUT_KERNELS_H
+
+#include "native.h"
+
+namespace flatout {
+
+constexpr int kLines = 16;    // packed together: a block
+constexpr int kGroup = 32;    // elements of a line, or of a row, that share a scale
+constexpr int kMostRows = 16; // in a tile
+
+constexpr int64_t group_bytes(int kind) { return kind == 4 ? 320 : 544; }
+
+// Quantised rows that pass a block together, group after group: a kernel finds those of a group side by side.
+struct Tile {
+  int8_t* q;       // [groups][rows][32]
+  float* d;        // [groups][rows]: a row's value is d * q
+  float* s;        // [groups][rows]: d * sum(q), which a weight's minimum is multiplied by
+  int32_t* shift;  // [groups][rows]: -128 * sum(q), which undoes the 128 in bytes of kind 8
+  int64_t groups;
+  int rows;
+};
+
+constexpr int kMostDim = 256, kMostHeads = 8;  // of a head; to a KV head
+
+// What the query heads of one KV head found among some of a row's keys.
+struct AttentionPiece {
+  float *largest, *total;  // [heads]: score, sum of exponentials
+  float* mixed;            // [heads][dim]: values weighted by the exponentials
+  float* scores;           // [heads][keys], scratch
+};
+
+struct Kernels {
+  using Dot = void (*)(const uint8_t* block, const Tile& tile, float* out);  // out [rows][16]
+
+  const char* name;
+  int most_rows;  // in a tile: as many sums as the registers hold
+
+  float (*norm_factor)(const FlatoutProduct& product, int64_t row);  // rsqrt(mean(x^2) + eps)
+  // Groups begin ... end - 1 of row `row` of x, normed by its factor if that is asked, as row `place` of a tile.
+  void (*quantise)(const FlatoutProduct& product, int64_t row, float factor, const Tile& tile, int place, int64_t begin, int64_t end);
+  Dot dot[2][kMostRows];  // [kind 4, kind 8][rows - 1]
+  // A tile's sums over 16 lines, of a gate and its up where there is one: bias, gate, scale and residual, into out.
+  void (*finish)(const FlatoutProduct& product, int64_t row, int rows, int64_t line, const float* sums, const float* ups);
+  // One block as 16 lines of values.
+  void (*attend)(const FlatoutAttention& attention, int64_t index, int kv_head, int64_t first, int64_t end, const AttentionPiece& to);
+  void (*merge)(const FlatoutAttention& attention, int64_t index, int kv_head, const AttentionPiece* pieces, int64_t count);
+  void (*rotate)(const FlatoutRotation& rotation, int64_t token);
+  void (*dequantise)(const uint8_t* block, int kind, int64_t groups, void* out, int64_t out_stride, int type);
+};
+
+extern const Kernels kScalar;
+#if defined(__x86_64__)
+extern const Kernels kAvx2, kAvx512;
+#endif
+
+const Kernels& kernels();  // those in use
+
+}  // namespace flatout
+
+#endif

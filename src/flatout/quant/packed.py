@@ -1,0 +1,48 @@
+"""Weights kept in 4 or 8 bits, in groups of 32 columns with scales of their own; the rows they meet are rounded to int8.
+
+For projections of GGUF files whose types say the same (quant/gguf.py:parts). Called by layers/linear.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatout.kernels.packed import BYTES, GROUP, LINES, packed_add, packed_linear, packed_norm_gated, packed_norm_linear
+from flatout.quant.scheme import RmsNorm
+
+
+class Packed:
+    lines = LINES
+
+    def __init__(self, bits: int):
+        self.bits = bits
+        self.name = f"int{bits} in groups of {GROUP}"
+
+    def tensors(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """ValueError: a shape that does not fall into whole groups."""
+        if rows % LINES or columns % GROUP:
+            raise ValueError(f"{rows} x {columns}: packed weights have multiples of {LINES} rows and {GROUP} columns")
+        return {"weight": torch.empty(rows // LINES, columns // GROUP, BYTES[self.bits], dtype=torch.uint8, device=device)}
+
+    def apply(self, out: Tensor, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> None:
+        packed_linear(out, x, tensors["weight"], bias)
+
+    def add(self, stream: Tensor, scratch: Tensor, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None, scale: float) -> None:
+        packed_add(stream, scratch, x, tensors["weight"], bias, scale)
+
+    def normed(self, out: Tensor, scratch: Tensor, x: Tensor, norm: RmsNorm, tensors: dict[str, Tensor], bias: Tensor | None) -> None:
+        packed_norm_linear(out, scratch, x, *norm, tensors["weight"], bias)
+
+    def gated(
+        self,
+        out: Tensor,
+        scratch: Tensor,
+        wide: Tensor,
+        x: Tensor,
+        norm: RmsNorm,
+        tensors: dict[str, Tensor],
+        bias: Tensor | None,
+        activation: str,
+    ) -> None:
+        packed_norm_gated(out, scratch, wide, x, *norm, tensors["weight"], bias, activation)

@@ -1,0 +1,118 @@
+// Calls every kernel of the native library on buffers of exactly the right size (attention's of 16 bits: of twice that), from two threads, while the number of workers changes; and
+// once in a forked child. Built with it under sanitizers by test_native.py; says "done" where they found nothing. Values, which are that
+// file's to check, are any bits at all, but for float32.
+
+#include "native.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+namespace {
+
+template <class T>
+std::vector<T> exactly(size_t n, unsigned seed) {
+  std::vector<T> v(n);
+  for (size_t i = 0; i < n; i++) v[i] = static_cast<T>(static_cast<uint32_t>((i + seed) * 2654435761u) >> (sizeof(T) == 4 ? 24 : 8));
+  v.shrink_to_fit();
+  return v;
+}
+
+int one(int64_t rows, int64_t outputs, int64_t columns, int kind, int gate, bool half, bool all) {
+  const int64_t lines = outputs * (gate ? 2 : 1);
+  const auto weight = exactly<uint8_t>(lines / 16 * (columns / 32) * (kind == 4 ? 320 : 544), 1);
+  const auto wide = exactly<float>(rows * columns, 2), bias = exactly<float>(lines, 3), norm = exactly<float>(columns, 4);
+  const auto narrow = exactly<uint16_t>(rows * columns, 5);
+  std::vector<float> out(rows * outputs), plain(lines * columns);
+  std::vector<uint16_t> half_out(rows * outputs), half_plain(lines * columns);
+  FlatoutProduct p{};
+  p.x = half ? static_cast<const void*>(narrow.data()) : wide.data();
+  p.out = half ? static_cast<void*>(half_out.data()) : out.data();
+  p.x_type = p.out_type = half;
+  p.weight = weight.data();
+  p.bias = all ? bias.data() : nullptr;
+  p.norm = all ? norm.data() : nullptr;
+  p.add = all;
+  p.x_stride = columns;
+  p.out_stride = p.outputs = outputs;
+  p.rows = rows;
+  p.columns = columns;
+  p.kind = kind;
+  p.gate = gate;
+  p.eps = 1e-5f;
+  p.scale = 0.5f;
+  void* values = half ? static_cast<void*>(half_plain.data()) : plain.data();
+  return flatout_product(&p) | flatout_dequantise(weight.data(), kind, lines, columns, values, columns, half);
+}
+
+int attend(int32_t heads, int32_t kv_heads, int32_t dim, int32_t window, bool half) {
+  const int32_t lengths[] = {1, 300, 17}, rows[] = {2, 0, 1}, tokens[] = {0, 1, 2};
+  const int32_t block = 16, width = 19;
+  std::vector<int32_t> tables(3 * width);
+  for (size_t i = 0; i < tables.size(); i++) tables[i] = static_cast<int32_t>(i);
+  const size_t cached = tables.size() * block * kv_heads * dim, asked = 3u * heads * dim;
+  const auto q = exactly<float>(asked, 1), k = exactly<float>(cached, 2), v = exactly<float>(cached, 3);
+  std::vector<float> out(asked);
+  FlatoutAttention a{};
+  a.q = q.data(), a.k = k.data(), a.v = v.data(), a.out = out.data();
+  a.tables = tables.data(), a.kv_lens = lengths, a.rows = rows, a.tokens = tokens;
+  a.q_stride = a.out_stride = heads * dim;
+  a.table_stride = width;
+  a.count = 3;
+  a.heads = heads, a.kv_heads = kv_heads, a.dim = dim, a.block_size = block, a.window = window;
+  a.type = half;  // twice as many values as are read
+  a.scale = 0.01f;
+  a.softcap = window ? 30.0f : 0.0f;
+  std::vector<float> qk(3u * (heads + kv_heads) * dim), value(3u * kv_heads * dim), k_cache(cached), v_cache(cached), turns(3u * 2 * dim), norm(dim);
+  const int64_t slots[] = {5, 0, 40};
+  FlatoutRotation r{};
+  r.qk = qk.data(), r.value = value.data(), r.k_cache = k_cache.data(), r.v_cache = v_cache.data(), r.slots = slots;
+  r.cos = turns.data(), r.sin = turns.data() + dim / 2, r.q_norm = r.k_norm = norm.data();
+  r.tokens = 3;
+  r.stride = (heads + kv_heads) * dim, r.value_stride = kv_heads * dim, r.turn_stride = dim;
+  r.heads = heads, r.kv_heads = kv_heads, r.dim = dim, r.rotary = dim / 32 * 32 / 2 / 32 * 32, r.type = half;
+  if (r.rotary == 0) r.cos = nullptr;
+  r.eps = 1e-5f;
+  return flatout_attention(&a) | flatout_rotate(&r);
+}
+
+int all() {
+  int failed = attend(8, 1, 16, 0, false) | attend(3, 3, 80, 7, false) | attend(4, 2, 64, 0, true) | attend(7, 1, 256, 0, true);
+  for (int64_t rows : {1, 3, 17}) {
+    for (int64_t outputs : {16, 208}) {
+      for (int64_t columns : {32, 544}) {
+        for (int kind : {4, 8}) {
+          for (int gate = 0; gate < 4; gate++) failed |= one(rows, outputs, columns, kind, gate, rows == 3, gate % 2);
+        }
+      }
+    }
+  }
+  return failed;
+}
+
+}  // namespace
+
+int main() {
+  int failed = 0;
+  for (const char* isa : {"scalar", "avx2", "avx512_vnni"}) {
+    if (flatout_use_isa(isa)) continue;
+    std::thread beside([&] {
+      for (int threads : {3, 1, 4, 2}) flatout_threads(threads), usleep(3000);
+    });
+    std::thread other([] { all(); });
+    failed |= all();
+    other.join();
+    beside.join();
+  }
+  const pid_t child = fork();
+  if (child == 0) _exit(one(9, 208, 544, 4, 1, false, true));
+  int status = 0;
+  waitpid(child, &status, 0);
+  flatout_threads(1);
+  if (failed || status) return std::printf("failed %d, in the child %d\n", failed, status), 1;
+  std::puts("done");
+}

@@ -1,0 +1,120 @@
+"""The native library's attention of single queries and its rotation: on every instruction set, against float64 and torch's own bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attention_rows import case_of, plan_of, spec_of
+
+from flatout.kernels import native
+from flatout.kernels.attention import InPlace, attention
+from flatout.kernels.rope import rope_kv_write
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the native library was not built")
+
+
+@pytest.fixture(params=["avx512_vnni", "avx2", "scalar"])
+def isa(request):
+    usual = native.isa()
+    if not native.use_isa(request.param):
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    native.use_isa(usual)
+    native.set_threads(1)
+
+
+def attended(rows, spec, dtype, seed, threads=1):
+    """The case, and what the implementation made of it."""
+    native.set_threads(threads)
+    case = case_of(rows, spec, dtype, seed=seed)
+    work = plan_of(spec, rows, case.table, dtype)
+    assert isinstance(work.arrangement, InPlace)
+    return case, case.run(next(i.run for i in attention.implementations if i.name == "in place"), work)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_every_shape(isa, dtype):
+    draw = np.random.default_rng(3)
+    for seed in range(30):
+        kv_heads, group, dim = int(draw.integers(1, 4)), int(draw.integers(1, 9)), int(draw.choice([16, 48, 64, 80, 128, 256]))
+        window, softcap = [None, None, 1, 7, 300][draw.integers(5)], float(draw.choice([0, 0, 30]))
+        lengths = [int(draw.choice([1, 15, 16, 17, 255, 256, 257, 700])) for _ in range(draw.integers(1, 5))]
+        rows = [(length - 1, 1) for length in lengths] + ([(3, 4)] if seed % 3 == 0 else [])  # a chunk among them
+        spec = spec_of(kv_heads * group, kv_heads, dim, window, softcap)
+        case, out = attended(rows, spec, dtype, seed)
+        case.holds(out)
+        assert torch.equal(out, attended(rows, spec, dtype, seed, threads=2)[1]), "whatever the threads"
+
+
+def test_a_row_has_the_same_bits_alone_and_in_company(isa):
+    spec = spec_of(6, 2, 64, None)
+    rows = [(599, 1), (9, 1), (300, 1)]
+    case, together = attended(rows, spec, torch.bfloat16, 0, threads=2)
+    run = next(i.run for i in attention.implementations if i.name == "in place")
+    for index, row in enumerate(rows):
+        work = plan_of(spec, [row], case.table[index : index + 1], torch.bfloat16)
+        alone = torch.empty_like(together[:1])
+        run(alone, case.q[index : index + 1], case.k_cache, case.v_cache, work, spec.softmax_scale, 0.0)
+        assert torch.equal(alone[0], together[index])
+
+
+def test_numbers_that_are_none_stay_so(isa):
+    spec = spec_of(2, 1, 16, None)
+    case = case_of([(40, 1), (5, 1)], spec, torch.float32)
+    case.k_cache[case.table[0, 3] * 4] = float("nan")
+    work = plan_of(spec, case.rows, case.table, torch.float32)
+    out = case.run(next(i.run for i in attention.implementations if i.name == "in place"), work)
+    assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads, kv_heads, dim, rotary", [(9, 3, 64, 64), (4, 2, 64, 32), (3, 1, 128, 0), (2, 2, 80, 64)])
+def test_rotation_has_torchs_bits(isa, dtype, heads, kv_heads, dim, rotary):
+    native.set_threads(2)
+    torch.manual_seed(dim)
+    tokens = 70
+    fused = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
+    table = torch.randn(tokens, 2 * rotary).to(dtype)  # cos and sin side by side, as layers/rotary.py has them
+    cos, sin = (table[:, :rotary].unsqueeze(1), table[:, rotary:].unsqueeze(1)) if rotary else (None, None)
+    slots = torch.randperm(100)[:tokens]
+    found = []
+    for run in (rope_kv_write.reference, native.rotate):
+        rows = fused.clone().view(tokens, heads + 2 * kv_heads, dim)
+        caches = [torch.zeros(100, kv_heads, dim, dtype=dtype) for _ in "kv"]
+        run(rows[:, : heads + kv_heads], rows[:, heads + kv_heads :], *caches, slots, cos, sin, None, None, 1e-5, 0.0)
+        found.append((rows, *caches))
+    if isa == "scalar" and dtype == torch.float32:  # which has no fused multiply-add
+        for one, other in zip(*found):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    else:
+        assert all(torch.equal(one, other) for one, other in zip(*found))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norms_of_heads(isa, offset):
+    heads, kv_heads, dim, tokens = 4, 2, 64, 9
+    fused = torch.randn(tokens, heads + 2 * kv_heads, dim)
+    q_norm, k_norm = torch.rand(dim) + 0.5, torch.rand(dim) + 0.5
+    found = []
+    for run in (rope_kv_write.reference, native.rotate):
+        rows, caches = fused.clone(), [torch.zeros(20, kv_heads, dim) for _ in "kv"]
+        args = (torch.arange(tokens), None, None, q_norm, k_norm, 1e-5, offset)
+        run(rows[:, : heads + kv_heads], rows[:, heads + kv_heads :], *caches, *args)
+        found.append((rows, *caches))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+
+
+def test_what_it_cannot_do_is_refused():
+    table, one = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+    rows = native.Rows(table, one, np.zeros(1, np.int32), np.zeros(1, np.int32), 4, None)
+    for dim, heads in ((24, 1), (512, 1), (16, 9)):
+        q, cache = torch.zeros(1, heads * dim), torch.zeros(4, 1, dim)
+        with pytest.raises(ValueError, match="attend: the native library declines queries"):
+            rows.attend(torch.empty_like(q), q, cache, cache, 1.0, 0.0)
+    qk = torch.zeros(1, 2, 24)
+    with pytest.raises(ValueError, match="rotate: the native library declines"):
+        native.rotate(
+            qk, qk[:, 1:], *(torch.zeros(4, 1, 24) for _ in "kv"), torch.zeros(1, dtype=torch.int64), None, None, None, None, 1e-5, 0.0
+        )
