@@ -93,9 +93,10 @@ def test_products_against_float64(name, dtype):
         x = torch.randn(rows, columns).to(dtype)
         norm, bias = (torch.rand(columns) + 0.5).to(dtype), torch.randn(lines).to(dtype)
         taken = x.double() if name == "unpacked" else rounded(x)
-        # int8 keeps 7 bits of a row's largest value: what the norm's own rounding does is within that
+        # a norm that rounds otherwise in its last bit may put a value on the other side of a half: a step of int8
         wide = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + EPS) * norm.double()
         after = wide if name == "unpacked" else rounded(wide.float())
+        step = 2.0**-6 if name == "native" else 0
         slack = {"reference": digits, "native": digits, "unpacked": 2.0**-6 if dtype == torch.bfloat16 else digits}[name]
         for shift in (None, bias):
             plus = 0 if shift is None else shift.double()
@@ -108,7 +109,7 @@ def test_products_against_float64(name, dtype):
             torch.testing.assert_close(stream.double(), expected, rtol=slack, atol=2 * slack)
             out.fill_(float("nan"))
             run_all(packed_norm_linear, name, (out, torch.empty_like(x), x, norm, EPS, 0.0, made, shift))
-            torch.testing.assert_close(out.double(), after @ exact.T + plus, rtol=slack, atol=2 * slack)
+            torch.testing.assert_close(out.double(), after @ exact.T + plus, rtol=slack, atol=2 * slack + step)
         if lines % 32:
             continue
         half = lines // 2
@@ -120,7 +121,7 @@ def test_products_against_float64(name, dtype):
             out = torch.full((rows, half), float("nan"), dtype=dtype)
             args = (out, torch.empty_like(x), torch.empty(rows, lines, dtype=dtype), x, norm, EPS, 0.0, made, bias, activation)
             run_all(packed_norm_gated, name, args)
-            torch.testing.assert_close(out.double(), gate * y[:, half:], rtol=8 * slack, atol=8 * slack)
+            torch.testing.assert_close(out.double(), gate * y[:, half:], rtol=8 * slack, atol=8 * (slack + step))
     assert ran
 
 
