@@ -8,6 +8,7 @@ import torch
 from modelfile_samples import config_of, model_of, write_gguf
 from test_load_families import load
 
+from flatout.bench import twin
 from flatout.config import ModelConfig
 from flatout.kernels.packed import unpacked
 from flatout.modelfile.sources import resolve_model
@@ -54,6 +55,15 @@ def test_the_files_own_weights(tmp_path, family, kind):
     assert ("packed for itself" in "\n".join(report.lines())) == tied
     twice = found["embed.weight"].nbytes if tied else 0
     assert decoder.weight_bytes() == sum(t.nbytes for t in found.values()) - twice
+
+
+def test_the_benchmarks_twin_gets_the_same_weights(tmp_path):
+    types = dict.fromkeys(("ffn_gate.w", "ffn_up.w", "ffn_down.w", "attn_q.w", "attn_k.w", "attn_v.w", "attn_output.w"), "Q4_1")
+    source = source_of(write_gguf(model_of(config_of("llama", **WIDE)), tmp_path / "m.gguf", types={"norm": "F32", **types}))
+    plain, packed = (twin._weights(packed_load(source, kept)[2].destinations()) for kept in ({}, kept_packed(source)))
+    assert plain.keys() == packed.keys() and any(name.endswith("q_proj.weight") for name in plain)
+    for name, value in plain.items():
+        assert torch.equal(packed[name], value), name
 
 
 def test_of_mixed_types_what_can(tmp_path):

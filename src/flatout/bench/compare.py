@@ -85,7 +85,14 @@ def run(args: Namespace) -> int:
         comparisons = [_compare(case, engines, args.repeats, llm.spec.vocab_size) for case in cases]
         if not twin.same_weights:
             comparisons = [replace(c, agree=None) for c in comparisons]
-        facts = {"model": llm.facts.model, "dtype": llm.config.model.dtype, "threads": llm.config.device.threads, **twin.versions}
+        model = llm.config.model
+        facts = {
+            "model": llm.facts.model,
+            "dtype": model.dtype,
+            "quantization": model.quantization,
+            "threads": llm.config.device.threads,
+            **twin.versions,
+        }
     if args.json:
         print(json.dumps({**facts, "cases": [{**asdict(c), "ratio": c.ratio} for c in comparisons]}, indent=1))
     else:

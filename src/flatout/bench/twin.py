@@ -117,15 +117,18 @@ def _fill(model: Any, llm: LLM) -> None:
 
 
 def _weights(destinations: dict[str, Destination]) -> dict[str, Tensor]:
-    """Our parameters under Transformers' names, fused projections taken apart."""
+    """Our parameters under Transformers' names, fused projections taken apart, packed ones unpacked."""
+    from flatout.kernels.packed import unpacked
+
     made: dict[str, Tensor] = {}
     for name, destination in destinations.items():
         path, kind = name.rsplit(".", 1)
+        value = destination.tensor if destination.lines == 1 else unpacked(destination.tensor)
         layer, inside = re.fullmatch(r"(layers\.\d+\.)?(.*)", path).groups(default="")  # type: ignore[union-attr]  # matches everything
         if destination.segments:
             for segment, (first, end) in destination.segments.items():
-                made[f"model.{layer}{SEGMENTS[segment]}.{kind}"] = destination.tensor[first:end]
+                made[f"model.{layer}{SEGMENTS[segment]}.{kind}"] = value[first * destination.lines : end * destination.lines]
         else:
             theirs = NAMES.get(inside, inside)
-            made[f"lm_head.{kind}" if path == "head" else f"model.{layer}{theirs}.{kind}"] = destination.tensor
+            made[f"lm_head.{kind}" if path == "head" else f"model.{layer}{theirs}.{kind}"] = value
     return made
