@@ -454,6 +454,8 @@ def test_a_mistake_is_shown_where_it_is(nvrtc, tmp_path):
 
 
 def test_a_device_that_could_do_more_is_told_so(monkeypatch):
+    import triton
+
     from flatout.kernels import gpu
     from flatout.kernels.gpu import blaslt, device
 
@@ -461,6 +463,7 @@ def test_a_device_that_could_do_more_is_told_so(monkeypatch):
     monkeypatch.setattr(device, "facts", lambda d: device.Facts((9, 0) if d == hopper else (8, 9), 132, 1 << 17, True))
     monkeypatch.setattr(cuda, "available", lambda d: False)
     monkeypatch.setattr(blaslt, "available", lambda: True)
+    monkeypatch.setattr(triton, "__version__", "3.6.7")
     (line,) = gpu.lacking(hopper)
     assert "no NVRTC was found" in line and "nvidia-cuda-nvrtc" in line
     assert gpu.lacking(ada) == []
@@ -469,3 +472,7 @@ def test_a_device_that_could_do_more_is_told_so(monkeypatch):
     monkeypatch.setattr(blaslt, "available", lambda: False)
     (line,) = gpu.lacking(ada)
     assert "no cuBLASLt" in line
+    monkeypatch.setattr(blaslt, "available", lambda: True)
+    monkeypatch.setattr(triton, "__version__", "3.60.0")
+    (line,) = gpu.lacking(ada)
+    assert "Triton 3.60.0" in line and "Triton 3.6.x alone" in line
