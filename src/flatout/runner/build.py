@@ -84,6 +84,7 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
             raise ConfigError(f"--quantization: gguf keeps the weights of a GGUF file, and {source.name} is none; leave it out")
         lacking += native.lacking()
         packed = kept_packed(source) if native.available() else {}
+    if device.type == "cpu" and native.available():
         native.set_threads(config.device.threads)
     decoder = Decoder(
         spec,
