@@ -1,8 +1,8 @@
 """Ops on weights of 4 or 8 bits in groups of 32 with scales of their own, times rows rounded to int8: packed_linear, packed_add, packed_norm_linear,
 packed_norm_gated, as kernels/linear.py has them for plain weights.
 
-The packed layout is this file's: pack() makes it, unpacked() reads it. On the CPU the native library multiplies few rows as they lie, and for many
-unpacks to the rows' type, which torch multiplies. Checkpoint formats are quant/'s. Called by quant/packed.py.
+The packed layout is this file's: pack() makes it, unpacked() reads it. On the CPU the native library multiplies them as they lie, or, where that is
+faster for many rows, unpacks them to bfloat16, which torch multiplies. Checkpoint formats are quant/'s. Called by quant/packed.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flatout.kernels import native
 from flatout.kernels.activation import gate_mul
-from flatout.kernels.linear import linear, linear_add
-from flatout.kernels.norm import rms_norm
+from flatout.kernels.linear import linear
+from flatout.kernels.norm import add, rms_norm
 from flatout.kernels.op import Cost, nbytes, op, shape_class
 
 GROUP, LINES = 32, 16  # columns with one scale; lines that lie interleaved, one for each lane of 32 bits
@@ -95,18 +95,21 @@ def _able(out: Tensor, x: Tensor) -> bool:
     return x.device.type == "cpu" and native.available() and x.dtype in kinds and out.dtype in kinds
 
 
-_spaces: dict[torch.dtype, Tensor] = {}
+_space = torch.empty(0, dtype=torch.bfloat16)
 
 
-def _plain(x: Tensor, weight: Tensor) -> Tensor:
-    """The weight in x's type, in memory that the next call uses again: a model's largest matrix."""
+def _as_bfloat16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """bfloat16 [T, lines]: rows and weight in that type, which torch multiplies by AMX where that is. The weight is unpacked into memory that the
+    next call uses again: a model's largest matrix."""
+    global _space
     lines, columns = weight.shape[0] * LINES, weight.shape[1] * GROUP
-    space = _spaces.get(x.dtype)
-    if space is None or space.numel() < lines * columns:
-        space = _spaces[x.dtype] = torch.empty(lines * columns, dtype=x.dtype)
-    plain = space[: lines * columns].view(lines, columns)
+    if _space.numel() < lines * columns:
+        _space = torch.empty(lines * columns, dtype=torch.bfloat16)
+    plain = _space[: lines * columns].view(lines, columns)
     native.dequantise(plain, weight, BITS[weight.shape[2]])
-    return plain
+    out = torch.empty(x.shape[0], lines, dtype=torch.bfloat16)
+    linear.dispatch(out, x.bfloat16(), plain, None if bias is None else bias.bfloat16(), False)
+    return out
 
 
 def _many(out: Tensor, x: Tensor) -> bool:
@@ -122,7 +125,8 @@ def _many(out: Tensor, x: Tensor) -> bool:
     last_resort=True,
 )
 def packed_linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """out [T, N] = x [T, K] @ weight^T + bias [N]; weight packed, [N / 16, K / 32, bytes]; x rounded to int8, or, of many rows, as it is."""
+    """out [T, N] = x [T, K] @ weight^T + bias [N]; weight packed, [N / 16, K / 32, bytes]; x rounded to int8, or, of
+    many rows, to bfloat16."""
     out.copy_(product(x, weight, bias))
 
 
@@ -131,9 +135,9 @@ def _linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None
     native.product(out, x, weight, BITS[weight.shape[2]], bias)
 
 
-@packed_linear.implementation("unpacked", lambda out, x, weight, bias: _many(out, x) and out.dtype == x.dtype)
-def _linear_unpacked(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    linear.dispatch(out, x, _plain(x, weight), bias, False)
+@packed_linear.implementation("bfloat16", lambda out, x, weight, bias: _many(out, x))
+def _linear_bfloat16(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    out.copy_(_as_bfloat16(x, weight, bias))
 
 
 # ---------------------------------------------------------------- onto the stream
@@ -156,9 +160,9 @@ def _add(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tenso
     native.product(stream, x, weight, BITS[weight.shape[2]], bias, add=True, scale=scale)
 
 
-@packed_add.implementation("unpacked", lambda stream, scratch, x, weight, bias, scale: _many(stream, x) and stream.dtype == x.dtype)
-def _add_unpacked(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> None:
-    linear_add.dispatch(stream, scratch, x, _plain(x, weight), bias, scale, False)
+@packed_add.implementation("bfloat16", lambda stream, scratch, x, weight, bias, scale: _many(stream, x))
+def _add_bfloat16(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> None:
+    add.dispatch(stream, scratch.copy_(_as_bfloat16(x, weight, bias)), scale)
 
 
 # ---------------------------------------------------------------- from the stream
@@ -184,12 +188,12 @@ def _norm_linear(
     native.product(out, x, weight, BITS[weight.shape[2]], bias, norm=(norm_weight, eps, offset))
 
 
-@packed_norm_linear.implementation("unpacked", lambda out, scratch, x, *_: _many(out, x) and out.dtype == x.dtype)
-def _norm_linear_unpacked(
+@packed_norm_linear.implementation("bfloat16", lambda out, scratch, x, *_: _many(out, x))
+def _norm_linear_bfloat16(
     out: Tensor, scratch: Tensor, x: Tensor, norm_weight: Tensor, eps: float, offset: float, weight: Tensor, bias: Tensor | None
 ) -> None:
     rms_norm.dispatch(scratch, x, norm_weight, eps, offset)
-    linear.dispatch(out, scratch, _plain(x, weight), bias, False)
+    out.copy_(_as_bfloat16(scratch, weight, bias))
 
 
 @op(
@@ -220,11 +224,10 @@ def _norm_gated(
     native.product(out, x, weight, BITS[weight.shape[2]], bias, norm=(norm_weight, eps, offset), gate=activation)
 
 
-@packed_norm_gated.implementation("unpacked", lambda out, scratch, wide, x, *_: _many(out, x) and out.dtype == x.dtype)
-def _norm_gated_unpacked(
+@packed_norm_gated.implementation("bfloat16", lambda out, scratch, wide, x, *_: _many(out, x))
+def _norm_gated_bfloat16(
     out: Tensor, scratch: Tensor, wide: Tensor, x: Tensor, norm_weight: Tensor, eps: float, offset: float, weight: Tensor,
     bias: Tensor | None, activation: str,
 ) -> None:  # fmt: skip
     rms_norm.dispatch(scratch, x, norm_weight, eps, offset)
-    linear.dispatch(wide, scratch, _plain(x, weight), bias, False)
-    gate_mul.dispatch(out, wide, activation)
+    gate_mul.dispatch(out, wide.copy_(_as_bfloat16(scratch, weight, bias)), activation)
