@@ -2,4 +2,4 @@
 
 from flatout.cli import main
 
-main()
+raise SystemExit(main())

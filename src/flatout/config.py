@@ -219,19 +219,18 @@ def resolve(config: Config, spec: ModelSpec, hardware: Hardware) -> tuple[Config
     if config.device.device == "auto":
         decide("device", hardware.device, f"{hardware.name} found" if cuda else "no CUDA device found")
 
-    dtype = config.model.dtype
-    if dtype == "auto" and config.model.quantization == "gguf":
+    dtype, packed = config.model.dtype, config.model.quantization == "gguf"
+    if dtype == "auto" and packed:
         dtype = decide("dtype", "float32", "rows are rounded to int8 once, from what was not rounded before")
     elif dtype == "auto":
         dtype = decide("dtype", *_dtype(spec, hardware))
     elif dtype == "bfloat16" and not hardware.has_bfloat16:
         raise ConfigError(f"--dtype: {hardware.name} has no bfloat16; use float16 or float32")
 
-    if config.model.quantization == "gguf":
-        if cuda and config.device.device != "cpu":
-            raise ConfigError("--quantization: gguf runs on the CPU so far; leave it out, or use --device cpu")
-        if dtype == "float16":
-            raise ConfigError("--quantization: gguf multiplies rows of bfloat16 or float32; use --dtype bfloat16")
+    if packed and cuda and config.device.device != "cpu":
+        raise ConfigError("--quantization: gguf runs on the CPU so far; leave it out, or use --device cpu")
+    if packed and dtype == "float16":
+        raise ConfigError("--quantization: gguf multiplies rows of bfloat16 or float32; use --dtype bfloat16")
 
     length = config.model.max_model_len
     if length is None:

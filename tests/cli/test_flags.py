@@ -230,3 +230,9 @@ def test_a_reader_that_leaves_is_no_error():
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait() in (0, 1)
+
+
+def test_python_m_flatout_is_the_command():
+    for arguments, code in ((["--help"], 0), (["generate", "--nonsense"], 2), (["generate", "Hi", "--model", "/nowhere"], 1)):
+        done = subprocess.run([sys.executable, "-m", "flatout", *arguments], capture_output=True, text=True)
+        assert done.returncode == code, done.stderr

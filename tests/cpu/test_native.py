@@ -23,6 +23,9 @@ from native_reference import make_weight
 
 from flatout.kernels import native
 
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+if COMPILER and not native.available():  # else a library that does not compile would only be fewer tests
+    pytest.fail(f"{native.lacking()[0]}; {COMPILER} is here: pip install -v -e . says why", pytrace=False)
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native library was not built: no C++ compiler at installation")
 ISAS = ("avx512_vnni", "avx2", "scalar")
 GATES = (None, "silu", "gelu_tanh", "gelu")
@@ -310,8 +313,7 @@ SANITIZERS = {"address,undefined": {}, "thread": {"TSAN_OPTIONS": "die_after_for
 
 def test_sanitizers_find_nothing(tmp_path):
     """Every kernel of every instruction set under the address, undefined behaviour and thread sanitizers; both are built at once."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    if COMPILER is None:
         pytest.skip("no C++ compiler")
     folder = Path(native.__file__).parent
     sources = [Path(__file__).with_name("native_driver.cpp"), *sorted(folder.glob("*.cpp"))]
@@ -319,7 +321,7 @@ def test_sanitizers_find_nothing(tmp_path):
     builds = {}
     for number, kind in enumerate(SANITIZERS):
         program = tmp_path / str(number)
-        command = [compiler, *flags, f"-fsanitize={kind}", f"-I{folder}", *map(str, sources), "-o", str(program)]
+        command = [COMPILER, *flags, f"-fsanitize={kind}", f"-I{folder}", *map(str, sources), "-o", str(program)]
         builds[kind] = program, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     for kind, (program, build) in builds.items():
         _, errors = build.communicate()

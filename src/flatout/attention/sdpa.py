@@ -1,4 +1,5 @@
-"""TorchBackend: attention from what torch has, and on the CPU from the native library for rows of one query: flash on the CPU piece by piece, variable-length flash on CUDA, explicit scores where neither can.
+"""TorchBackend: attention from what torch has: flash on the CPU piece by piece, variable-length flash on CUDA, explicit scores where neither can;
+on the CPU rows of one query are the native library's where that was built.
 
 Only planning lives here: which rows share a call, where their keys lie, what is masked. The arithmetic is kernels/attention.py.
 Called by runner/ through backend.py's protocol.

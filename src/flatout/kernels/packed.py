@@ -15,14 +15,10 @@ from torch import Tensor
 from flatout.kernels import native
 from flatout.kernels.activation import gate_mul
 from flatout.kernels.linear import linear
+from flatout.kernels.native import BYTES, GROUP, LINES
 from flatout.kernels.norm import add, rms_norm
 from flatout.kernels.op import Cost, nbytes, op, shape_class
 
-GROUP, LINES = 32, 16  # columns with one scale; lines that lie interleaved, one for each lane of 32 bits
-BYTES = {
-    4: LINES * (GROUP // 2 + 4),
-    8: LINES * (GROUP + 2),
-}  # of 16 lines' group: values, then float16 scales, of 4 bits float16 minima too
 BITS = {size: bits for bits, size in BYTES.items()}
 LEAST_UNPACKED = 16  # rows from which unpacking is worth trying
 

@@ -82,10 +82,11 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
     if model.quantization == "gguf":
         if source.gguf is None:
             raise ConfigError(f"--quantization: gguf keeps the weights of a GGUF file, and {source.name} is none; leave it out")
-        lacking += native.lacking()
         packed = kept_packed(source) if native.available() else {}
-    if device.type == "cpu" and native.available():
-        native.set_threads(config.device.threads)
+    if device.type == "cpu":
+        lacking += native.lacking()
+        if native.available():
+            native.set_threads(config.device.threads)
     decoder = Decoder(
         spec,
         dtype=dtype,

@@ -1,7 +1,8 @@
-"""The native CPU library: packed int4 and int8 weights times rows, by thin functions on torch tensors over its C ABI (native.h).
+"""The native CPU library by thin functions on torch tensors over its C ABI (native.h): products of packed weights, attention of single queries,
+rotation.
 
-It is built by setup.py and may be missing: available() says so and lacking() what that costs. No arithmetic and no choice lives here.
-Called by kernels/packed.py, which has the reference, and by runner/build.py, which sets the threads.
+It is built by setup.py and may be missing: available() says so and lacking() what that costs. No arithmetic and no choice lives here. Called by
+kernels/packed.py, attention.py and rope.py, which have the references, attention/sdpa.py, and runner/build.py, which sets the threads.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LINES = 16  # of a weight are packed together
+LINES = 16  # of a weight are packed together, one for each lane of 32 bits
 GROUP = 32  # elements share a scale
-GROUP_BYTES = {4: 320, 8: 544}  # by kind: a group of a block of lines
+# by kind, of a block of lines' group: values, then float16 scales, of 4 bits float16 minima too
+BYTES = {4: LINES * (GROUP // 2 + 4), 8: LINES * (GROUP + 2)}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 
@@ -58,7 +60,8 @@ def lacking() -> list[str]:
         return []
     what = "could not be loaded" if _FILE.exists() else "was not built"
     mend = "install a C++17 compiler (apt install g++, xcode-select --install), then flatout again"
-    return [f"kernels: quantised products by torch, several times slower: the native library {what} ({mend})"]
+    cost = "a decode step by torch alone, slower, and --quantization gguf unpacks its weights, several times slower"
+    return [f"kernels: {cost}: the native library {what} ({mend})"]
 
 
 def isa() -> str:
@@ -99,7 +102,7 @@ def product(
     (x_stride, x_step), (out_stride, out_step) = x.stride(), out.stride()
     lines = 2 * outputs if gate else outputs
     norm_weight, eps, offset = norm or (None, 0.0, 0.0)
-    if blocks * LINES != lines or groups * GROUP != columns or size != GROUP_BYTES.get(kind) or out_rows != rows:
+    if blocks * LINES != lines or groups * GROUP != columns or size != BYTES.get(kind) or out_rows != rows:
         raise ValueError(
             f"product: {tuple(weight.shape)} of kind {kind} does not fit x {tuple(x.shape)}, out {tuple(out.shape)}, gate {gate}"
         )
@@ -138,7 +141,7 @@ def product(
 def dequantise(out: Tensor, weight: Tensor, kind: int) -> None:
     """out [lines, K], float32 or bfloat16 = the packed weight's values."""
     blocks, groups, size = weight.shape
-    if out.shape != (blocks * LINES, groups * GROUP) or size != GROUP_BYTES.get(kind):
+    if out.shape != (blocks * LINES, groups * GROUP) or size != BYTES.get(kind):
         raise ValueError(f"dequantise: {tuple(weight.shape)} of kind {kind} does not fit out {tuple(out.shape)}")
     if _native().flatout_dequantise(weight.data_ptr(), kind, *out.shape, out.data_ptr(), out.stride(0), _TYPES[out.dtype]):
         raise ValueError(f"dequantise: the native library declines {tuple(weight.shape)} of kind {kind}")

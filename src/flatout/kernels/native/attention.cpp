@@ -13,10 +13,8 @@
 namespace flatout {
 namespace {
 
-constexpr int64_t kPiece = 256;        // keys: two threads share a context from half as many on
+constexpr int64_t kPiece = 256;        // keys: a longer context is shared among threads
 constexpr int64_t kPartTokens = 4096;  // elements to rotate, about a microsecond
-
-bool is_type(int32_t type) { return type == FLATOUT_FLOAT32 || type == FLATOUT_BFLOAT16; }
 
 bool can(const FlatoutAttention& a) {
   return is_type(a.type) && a.q && a.k && a.v && a.out && a.tables && a.kv_lens && a.rows && a.tokens && a.count >= 0 && a.kv_heads > 0 &&

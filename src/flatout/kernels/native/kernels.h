@@ -12,6 +12,8 @@ constexpr int kLines = 16;    // packed together: a block
 constexpr int kGroup = 32;    // elements of a line, or of a row, that share a scale
 constexpr int kMostRows = 16; // in a tile
 
+constexpr bool is_type(int32_t type) { return type == FLATOUT_FLOAT32 || type == FLATOUT_BFLOAT16; }
+
 constexpr int64_t group_bytes(int kind) { return kind == 4 ? 320 : 544; }
 
 // Quantised rows that pass a block together, group after group: a kernel finds those of a group side by side.

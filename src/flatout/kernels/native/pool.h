@@ -1,4 +1,4 @@
-// The thread pool's one primitive: share(). Used by products.cpp; its state, its workers and their sleep are pool.cpp's.
+// The thread pool's one primitive, share(), and what cuts work into its parts. Used by products.cpp and attention.cpp; its state, its workers and their sleep are pool.cpp's.
 
 #ifndef FLATOUT_POOL_H
 #define FLATOUT_POOL_H
@@ -10,7 +10,7 @@ namespace flatout {
 
 int threads();  // asked for, the caller's among them
 
-// Products of several Python threads take turns: hold one of these around all calls of share() and the memory they work on.
+// Calls of several Python threads take turns: hold one of these around all calls of share() and the memory they work on.
 class Turn {
  public:
   Turn();
@@ -29,7 +29,7 @@ void share(int parts, const Run& run) {
   share(parts, [](const void* context, int part) { (*static_cast<const Run*>(context))(part); }, &run);
 }
 
-constexpr int kPartsEach = 4;          // for every thread, so that one which is late or slow holds up the others by little
+constexpr int kPartsEach = 4;  // for every thread, so that one which is late or slow holds up the others by little
 
 // run(begin, end) over ranges of 0 ... count - 1, by all threads; `size` is the whole work and `least` what a part should have of it.
 template <class Run>

@@ -51,14 +51,13 @@ class Rows {
   int32_t* shift_;
 };
 
-bool is_type(int32_t type) { return type == FLATOUT_FLOAT32 || type == FLATOUT_BFLOAT16; }
 bool is_weight(const uint8_t* weight, int32_t kind, int64_t lines, int64_t columns) {
   return weight && (kind == 4 || kind == 8) && lines > 0 && lines % kLines == 0 && columns > 0 && columns % kGroup == 0;
 }
 
 bool can(const FlatoutProduct& p) {
   return is_weight(p.weight, p.kind, p.outputs, p.columns) && (p.rows == 0 || (p.rows > 0 && p.x && p.out)) && is_type(p.x_type) &&
-         is_type(p.out_type) && p.gate >= FLATOUT_NO_GATE && p.gate <= FLATOUT_GELU;
+         is_type(p.out_type) && is_type(p.bias_type) && is_type(p.norm_type) && p.gate >= FLATOUT_NO_GATE && p.gate <= FLATOUT_GELU;
 }
 
 void multiply(const FlatoutProduct& p, const Kernels& k, const Rows& rows) {

@@ -8,7 +8,7 @@
 
 namespace flatout {
 
-// Memory that only grows, the caller's own: a thread's products use it again and again.
+// Memory that only grows, the caller's own: a thread's calls use it again and again.
 class Scratch {
  public:
   ~Scratch() { std::free(memory_); }
