@@ -70,24 +70,28 @@ class Case:
         return [*views, gate_up, down, *self.choices(device), self.activation, False]
 
 
-def truth(operands: list) -> tuple[Tensor, Tensor]:
-    """float64 [T, H]: the result, and the root of the sum of its terms' squares, which is what errors of rounding grow with."""
+def truth(operands: list) -> tuple[Tensor, Tensor, Tensor]:
+    """float64 [T, H]: the result; the root of the sum of its terms' squares, which errors of rounding grow with; the same with what the
+    terms' own sums came from, which errors of float32 sums grow with (a small gate may be the sum of large products)."""
     _, _, _, x, gate_up, down, weights, chosen, activation, _ = operands
-    result, squares = (torch.zeros(*x.shape, dtype=torch.float64, device=x.device) for _ in range(2))
+    result, squares, summed = (torch.zeros(*x.shape, dtype=torch.float64, device=x.device) for _ in range(3))
     for expert in chosen.unique().tolist():
         token, choice = (chosen == expert).nonzero(as_tuple=True)
         gate, up = (x[token].double() @ gate_up[expert].double().T).chunk(2, -1)
+        gate_terms, up_terms = (x[token].double() ** 2 @ gate_up[expert].double().T ** 2).chunk(2, -1)
         act, weight = activate(gate, activation) * up, weights[token, choice, None].double()
+        from_sums = act**2 + gate_terms * up**2 + up_terms * activate(gate, activation) ** 2
         result.index_add_(0, token, weight * (act @ down[expert].double().T))
         squares.index_add_(0, token, weight**2 * (act**2 @ down[expert].double().T ** 2))
-    return result, squares.sqrt()
+        summed.index_add_(0, token, weight**2 * (from_sums @ down[expert].double().T ** 2))
+    return result, squares.sqrt(), summed.sqrt()
 
 
-def close(out: Tensor, expected: tuple[Tensor, Tensor]) -> None:
+def close(out: Tensor, expected: tuple[Tensor, Tensor, Tensor]) -> None:
     """Within what rounding `act`, `parts` and `out`, and sums in float32, may come to."""
-    value, spread = expected
+    value, spread, summed = expected
     unit = ROUNDING[out.dtype] * (2 if not out.is_cuda and out.dtype == torch.bfloat16 else 1)
-    allowed = (12 if out.is_cuda else 6) * unit * (value.abs() + spread) + 2.0**-20 * spread + 1e-7
+    allowed = (12 if out.is_cuda else 6) * unit * (value.abs() + spread) + 2.0**-20 * summed + 1e-7
     wrong = ~((out.double() - value).abs() <= allowed)
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()}, first at {wrong.nonzero()[0].tolist()}"
 

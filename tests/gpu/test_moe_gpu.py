@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import itemgetter
 
 import expert_nets as nets
 import pytest
@@ -94,10 +95,8 @@ def test_graphs_follow_the_routing(dtype, tokens):
         assert torch.cuda.memory_allocated() == before
     for seed, routing in enumerate(("even", "one", "last", "even")):
         other = replace(case, seed=seed + 1, routing=routing)
-        weights, chosen = other.choices(CUDA)
-        operands[3].copy_(torch.randn(operands[3].shape, device=CUDA))
-        operands[6].copy_(weights)
-        operands[7].copy_(chosen)
+        for place, new in zip((3, 6, 7), itemgetter(3, 6, 7)(other.operands(CUDA)), strict=True):
+            operands[place].copy_(new)
         graph.replay()
         replayed = operands[0].clone()
         nets.close(replayed, nets.truth(operands))

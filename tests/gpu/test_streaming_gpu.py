@@ -43,7 +43,7 @@ def test_real_shapes(case):
         again = {name: t if t is None else t.clone() for name, t in given.items()}
         operands = asked.arguments(given)
         chosen = next(i for i in OPS[case.form].implementations if i.name == "stream")
-        assert chosen.accepts(*operands) and chosen.sure(*operands)
+        assert chosen.accepts(*operands) and chosen.sure(*operands) == (case.outputs > 2000), "of low weights it competes"
         chosen.run(*operands)
         close(given["out"], expected, asked, rounded_rows=case.form.startswith("norm"))
         chosen.run(*asked.arguments(again))

@@ -19,6 +19,7 @@ VERBS = {  # verb -> (module with configure() and run(), what follows it, what i
     "generate": ("flatout.cli.generate", "PROMPT", "answer one prompt and say how fast that was"),
     "chat": ("flatout.cli.chat", "[MODEL]", "talk with a model in the terminal"),
     "serve": ("flatout.cli.serve", "[MODEL]", "an OpenAI-compatible HTTP server"),
+    "tune": ("flatout.cli.tune", "[MODEL]", "choose a GPU's matrix products by whole steps, once"),
     "pull": ("flatout.cli.pull", "[MODEL]", "download a model into the cache"),
     "bench offline": ("flatout.bench.offline", "", "time fixed work on this machine"),
     "bench compare": ("flatout.bench.compare", "", "time the same work here and in Transformers"),

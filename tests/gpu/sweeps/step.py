@@ -29,6 +29,7 @@ from flatout import LLM
 from flatout.bench.offline import SHAPES
 from flatout.kernels.attention import attention
 from flatout.kernels.gpu import attention as launches
+from flatout.kernels.gpu import streaming
 from flatout.kernels.linear import linear, linear_add, norm_gated, norm_linear
 from flatout.kernels.moe import experts, route
 from flatout.kernels.norm import add, rms_norm
@@ -41,6 +42,7 @@ from flatout.step import StepPlan
 PRODUCTS = (norm_linear, norm_gated, linear_add, linear)
 PARTS = (attention, rope_kv_write, *PRODUCTS, rms_norm, add, route, experts)
 BLAS = {norm_linear: "composed", norm_gated: "composed", linear_add: "addmm", linear: "blas"}
+STREAMING = {"MOST_TILES": (2, 4, 8), "WARPS": (8, 24), "STAGES": (2, 3)}
 SIZES = ((128, 1, 4), (128, 1, 8), (128, 2, 8), (64, 1, 4), (64, 2, 4), (64, 2, 8), (64, 3, 4), (32, 2, 4))
 
 
@@ -151,6 +153,11 @@ def lines(table: Table) -> None:
     for count in (1, 2, 3, 4):
         both = [(launches, name, count) for name in ("PROGRAMS", "PROGRAMS_OF_FEW")]
         table.line(f"{count} programs a multiprocessor", partial(patched, *both))
+    for name, values in STREAMING.items():
+        for value in values:
+            table.line(
+                f"streaming {name} {value}", partial(patched, (streaming, name, value), (streaming, "cut", streaming.cut.__wrapped__))
+            )
     for sizes in SIZES:
         chosen = launches.Sizes(*sizes)
         table.line(f"decode_sizes {sizes}", partial(patched, (launches, "decode_sizes", lambda *_, c=chosen: c)))

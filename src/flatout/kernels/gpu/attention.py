@@ -25,7 +25,7 @@ from flatout.kernels.gpu.whole import cdiv, next_power_of_2
 from flatout.kernels.prefixes import Shared
 
 ROWS = 128  # rows whose lengths a worker adds up at a time
-AT_ONCE = 4  # pieces of a row that are read at a time when it is put together
+AT_ONCE = 8  # pieces of a row that are read at a time when it is put together (4: 2 us a layer more at 64 rows of 800 keys of 7B)
 # workers of the decode kernel on a multiprocessor: many rows fill the device best with two, while a row that falls to all of them is put
 # together sooner from fewer pieces (H200, 28 heads on 4 of 128, us: 64 rows of 640 keys 24.9 with 2 and 28.6 with 3, 256 rows 76.5 and 78.5;
 # 256 rows of 800 130 with 1; a row of 8,000 16 with 1, 23 with 3)

@@ -234,10 +234,31 @@ def _product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, adds: 
     return made
 
 
+def _name(form: Form) -> str:
+    """Of the choice for all rows of this form's class."""
+    return f"cuBLASLt {_version()} {astuple(replace(form, rows=shape_class(form.rows)))}"
+
+
+def in_use(rows: int) -> list[Product]:
+    """Those of exactly so many rows that were multiplied with an algorithm, the largest first: what a tuner may change `chosen` of."""
+    found = [p for p in list(_products.values()) if p.form.rows == rows and p.chosen is not None]
+    return sorted(found, key=lambda p: -p.form.outputs * p.form.columns)
+
+
+def keep(product: Product, algorithm: _Algorithm) -> None:
+    """Take this algorithm for all rows of the product's class, now and at later starts. Steps captured before keep what they have."""
+    name = _name(product.form)
+    choices.put(name, bytes(algorithm).hex())
+    for other in list(_products.values()):
+        if _name(other.form) == name:
+            other.settled = False  # which reads it
+    product.chosen, product.settled = algorithm, True
+
+
 def _choose(product: Product, *operands: Any) -> _Algorithm | None:
     """The algorithm for all rows of this form's class: the kept one, or the fastest of those offered. The library's own choice where that cannot
     do these rows, or nothing can be measured now; None where it has none."""
-    name = f"cuBLASLt {_version()} {astuple(replace(product.form, rows=shape_class(product.form.rows)))}"
+    name = _name(product.form)
     kept = _read(choices.get(name))
     if kept is not None and product.takes(kept):
         return kept

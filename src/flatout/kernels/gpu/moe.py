@@ -61,7 +61,7 @@ def config(tokens: int, top_k: int, count: int, outputs: int, exact: bool, invar
     if not (exact or invariant) and pairs <= 1.25 * expected_experts(tokens, top_k, count):
         # those that share an expert run side by side and find its weights in the L2
         few = tokens * outputs < 64 * facts.sms
-        return Plan(0, Cut(8, 1024, 4), Cut(4, 2048, 8) if few else Cut(8, 1024, 4))
+        return Plan(0, Cut(4, 1024, 4), Cut(4, 2048, 8) if few else Cut(8, 1024, 4))
     if exact:
         rows, cut = 32, Cut(64, 32, 8, 3)
     elif invariant:

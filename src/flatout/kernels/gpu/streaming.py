@@ -22,7 +22,7 @@ from flatout.kernels.linear import linear, linear_add, norm_gated, norm_linear
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 LEAST_ROWS, MOST_ROWS = 2, 16
 MOST_GATED = 8  # beyond, x takes as much of the L1 as the weight does: hopper.py's took 5 us a layer less in a step (16 rows of 7B)
-MOST_TILES, WARPS, STAGES = 6, 8, 4  # of a program; on a multiprocessor; at least
+MOST_TILES, WARPS, STAGES = 6, 16, 4  # of a program; on a multiprocessor (16 for 8: 1 to 2 us a layer of 7B less); at least
 MANY = 20  # programs to a multiprocessor: more are even by themselves
 SHARED_MEMORY, TAKEN = 228 * 1024, 1024  # bytes of a multiprocessor of sm_90; what each program takes beside its own
 EVEN = 0.8  # of the multiprocessors' time: where less is used, other kernels compete
