@@ -49,7 +49,7 @@ int one(int64_t rows, int64_t outputs, int64_t columns, int kind, int gate, bool
   return flatout_product(&p) | flatout_dequantise(weight.data(), kind, lines, columns, values, columns, half);
 }
 
-int attend(int32_t heads, int32_t kv_heads, int32_t dim, int32_t window, bool half) {
+int attend(int32_t heads, int32_t kv_heads, int32_t dim, int32_t window, bool half, bool half_cache = false) {
   const int32_t lengths[] = {1, 300, 17}, rows[] = {2, 0, 1}, tokens[] = {0, 1, 2};
   const int32_t block = 16, width = 19;
   std::vector<int32_t> tables(3 * width);
@@ -65,6 +65,7 @@ int attend(int32_t heads, int32_t kv_heads, int32_t dim, int32_t window, bool ha
   a.count = 3;
   a.heads = heads, a.kv_heads = kv_heads, a.dim = dim, a.block_size = block, a.window = window;
   a.type = half;  // twice as many values as are read
+  a.cache_type = half_cache ? FLATOUT_FLOAT16 : a.type;
   a.scale = 0.01f;
   a.softcap = window ? 30.0f : 0.0f;
   std::vector<float> qk(3u * (heads + kv_heads) * dim), value(3u * kv_heads * dim), k_cache(cached), v_cache(cached), turns(3u * 2 * dim), norm(dim);
@@ -74,14 +75,41 @@ int attend(int32_t heads, int32_t kv_heads, int32_t dim, int32_t window, bool ha
   r.cos = turns.data(), r.sin = turns.data() + dim / 2, r.q_norm = r.k_norm = norm.data();
   r.tokens = 3;
   r.stride = (heads + kv_heads) * dim, r.value_stride = kv_heads * dim, r.turn_stride = dim;
-  r.heads = heads, r.kv_heads = kv_heads, r.dim = dim, r.rotary = dim / 32 * 32 / 2 / 32 * 32, r.type = half;
+  r.heads = heads, r.kv_heads = kv_heads, r.dim = dim, r.rotary = dim / 32 * 32 / 2 / 32 * 32, r.type = half, r.cache_type = a.cache_type;
   if (r.rotary == 0) r.cos = nullptr;
   r.eps = 1e-5f;
   return flatout_attention(&a) | flatout_rotate(&r);
 }
 
+// What stands around a decode step's layers, as one program.
+int step(int64_t width, bool half) {
+  const auto wide = exactly<float>(5 * width, 1);
+  const auto narrow = exactly<uint16_t>(5 * width, 2);
+  std::vector<float> out(2 * width);
+  std::vector<uint16_t> half_out(2 * width);
+  const int64_t indices[] = {4, 0};
+  FlatoutGather g{};
+  g.source = half ? static_cast<const void*>(narrow.data()) : wide.data(), g.out = half ? static_cast<void*>(half_out.data()) : out.data();
+  g.indices = indices, g.source_stride = g.out_stride = g.width = width, g.rows = 2, g.source_rows = 5, g.type = half, g.scale = 2.0f;
+  int64_t ids[5];
+  FlatoutGreedy chosen{};
+  chosen.logits = wide.data(), chosen.ids = ids, chosen.stride = chosen.width = width, chosen.rows = 5;
+  std::vector<int64_t> tokens(2), positions(2), kv_slots(2), last{7, 8, 9};
+  std::vector<int32_t> kv_lens(2), rows(2), tables(3 * 4), staged{1, -1, 5, 3, 17, 2, 0, 2, 1, 1, 0, 9, 9};
+  FlatoutInputs i{};
+  i.tokens = tokens.data(), i.positions = positions.data(), i.kv_slots = kv_slots.data(), i.kv_lens = kv_lens.data(), i.rows = rows.data();
+  i.tables = tables.data(), i.staged = staged.data(), i.last_ids = last.data();
+  i.count = i.diffs = 2, i.slots = 3, i.width = 4, i.block_size = 16, i.from_device = -1;
+  FlatoutRemember r{};
+  r.last_ids = last.data(), r.rows = rows.data(), r.ids = ids, r.count = 2, r.slots = 3;
+  const FlatoutCall calls[] = {{FLATOUT_CALL_INPUTS, &i}, {FLATOUT_CALL_GATHER, &g}, {FLATOUT_CALL_GREEDY, &chosen}, {FLATOUT_CALL_REMEMBER, &r}};
+  int64_t ns[4] = {};
+  return flatout_run(calls, 4, ns) != 4 || flatout_run(calls, 4, nullptr) != 4;
+}
+
 int all() {
-  int failed = attend(8, 1, 16, 0, false) | attend(3, 3, 80, 7, false) | attend(4, 2, 64, 0, true) | attend(7, 1, 256, 0, true);
+  int failed = step(1, false) | step(33, true) | step(2051, false);
+  failed |= attend(8, 1, 16, 0, false) | attend(3, 3, 80, 7, false) | attend(4, 2, 64, 0, true) | attend(7, 1, 256, 0, true) | attend(3, 3, 80, 7, false, true);
   for (int64_t rows : {1, 3, 17}) {
     for (int64_t outputs : {16, 208}) {
       for (int64_t columns : {32, 544}) {

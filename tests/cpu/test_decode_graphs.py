@@ -1,4 +1,4 @@
-"""Captured decode steps without a GPU: off CUDA a replay runs the ops again, so staging, padding and choice are tested against eager steps."""
+"""Captured decode steps without a GPU: there they are programs (kernels/program.py), tested with staging, padding and choice against eager steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from network import CPU, load
 
 from flatout.attention.sdpa import TorchBackend
 from flatout.batch import ForwardBatch, HostBatch
+from flatout.kernels import native
 from flatout.kernels.attention import AttentionWork, attention
-from flatout.kernels.op import Implementation
+from flatout.kernels.op import Cost, Implementation, op
 from flatout.request import Request, SamplingParams
 from flatout.runner.graphs import RING, DecodeGraphs, diffs_of, ladder
 from flatout.runner.runner import Runner
@@ -59,7 +60,12 @@ class CascadingTorch(CapturedTorch):
         return 2 if len(table_rows) >= 4 else -1
 
     def find_shared(self, batch, depth):
-        self.found.append((int(depth), batch.kv_lens.tolist(), batch.block_tables[0][batch.table_rows.long()].tolist()))
+        find(depth, batch, self.found)
+
+
+@op(cost=lambda depth, batch, found: Cost(), outs=())
+def find(depth, batch, found) -> None:
+    found.append((int(depth), batch.kv_lens.tolist(), batch.block_tables[0][batch.table_rows.long()].tolist()))
 
 
 def run_unread(out, q, k_cache, v_cache, work, scale, softcap) -> None:
@@ -75,13 +81,6 @@ def run_unread(out, q, k_cache, v_cache, work, scale, softcap) -> None:
 def reading(monkeypatch):
     mine = Implementation("unread", run_unread, lambda *operands: isinstance(operands[4].arrangement, Unread))
     monkeypatch.setattr(attention, "implementations", [*attention.implementations, mine])
-
-
-class Copying(Runner):
-    """A replay's ids lie in a static buffer: on CUDA they leave it in the stream's order."""
-
-    def _choose(self, step, plan):
-        return super()._choose(step, plan).map(torch.clone)
 
 
 class Apart(Slots):
@@ -108,7 +107,7 @@ class Side:
 def side(folder, captured: bool, kind: type[TorchBackend] = CapturedTorch) -> Side:
     decoder = load(folder).decoder
     backend = (kind if captured else TorchBackend)(decoder.spec, BLOCK)
-    runner = Copying(decoder, backend, max_slots=SLOTS, max_blocks=COLUMNS, block_size=BLOCK, device=CPU)
+    runner = Runner(decoder, backend, max_slots=SLOTS, max_blocks=COLUMNS, block_size=BLOCK, device=CPU)
     runner.slots = Apart(SLOTS, COLUMNS, CPU)
     caches = backend.allocate_kv(decoder.spec, SPARE + 1, BLOCK, torch.float32, CPU)
     decoder.bind(caches)
@@ -205,11 +204,15 @@ PARAMS = {
 }
 
 
+in_place = pytest.param(TorchBackend, marks=pytest.mark.skipif(not native.available(), reason="needs the native library"))
+
+
+@pytest.mark.parametrize("backend", [CapturedTorch, in_place])
 @pytest.mark.parametrize(("family", "kind"), [("llama", "greedy"), ("llama", "mixed"), ("gemma2", "greedy"), ("qwen2_moe", "mixed")])
-def test_captured_steps_equal_eager_ones(family, kind, tmp_path_factory):
+def test_captured_steps_equal_eager_ones(family, kind, backend, tmp_path_factory):
     """Any rows in any order, their ids from the host or the device, batches of every size up to the largest captured and beyond a ring."""
     folder = make(family, tmp_path_factory.mktemp("graphs"))
-    eager, captured = sides = [side(folder, False), side(folder, True)]
+    eager, captured = sides = [side(folder, False), side(folder, True, backend)]
     decodes = captured.runner.executor.decodes
     requests, replayed = Requests(7), []
     stage = decodes.stage
@@ -254,14 +257,14 @@ def test_steps_whose_rows_share_keys(tmp_path_factory):
     sides = [side(folder, False), side(folder, True, CascadingTorch)]
     runner = sides[1].runner
     decodes, backend = runner.executor.decodes, runner.executor.backend
-    assert not backend.found and not any(step.cascade for step in decodes.steps)
+    assert not backend.found and not any(step.cascade for step in decodes.steps.values())
     requests = Requests(5)
     admit(requests, sides, [GREEDY] * 7)
     plans = [requests.plan([(slot, [FROM_DEVICE]) for slot in range(rows)], ahead=rows % 2) for rows in (2, 3, 4, 7, 1, 6, 5, 4, 3, 7)]
     for one in sides:
         one.results += [wait().result for wait in [one.runner.launch(plan) for plan in plans]]
     same(*sides)
-    assert [step.size for step in decodes.steps if step.cascade] == [4, 7]
+    assert sorted(step.size for step in decodes.steps.values() if step.cascade) == [4, 7]
     real = [f for f in backend.found if f[0] == 2]
     assert [len(lens) for _, lens, _ in real] == [4, 7, 7, 7, 4, 7]  # and rehearsals at depth 0
     for (_, lens, tables), plan in zip(real, [plan for plan in plans if len(plan.slots) >= 4]):

@@ -148,5 +148,5 @@ def test_requests_with_one_prefix(default_model):
             executor = llm.engine.runner.executor
             executor.backend.key_bytes = 1 << 20  # few keys are worth it
             ids.append([result.outputs[0].token_ids for result in llm.generate(prompts, params)])
-            assert any(step.cascade for step in executor.decodes.steps) == (not option)
+            assert any(step.cascade for step in executor.decodes.steps.values()) == (not option)
     assert ids[0] == ids[1]

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 class AttentionBackend(Protocol):
     name: str
-    captures: bool  # plan_decode works
+
+    @property
+    def captures(self) -> bool:
+        """plan_decode works."""
+        ...
+
     cascades: bool  # and with cascade; else shared_depth is always -1
 
     def kv_bytes_per_block(self, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:

@@ -34,7 +34,6 @@ WINDOWED_CHUNK = 1024
 
 class TorchBackend:
     name = "torch"
-    captures = False
     cascades = False
 
     def __init__(self, spec: ModelSpec, block_size: int):
@@ -42,6 +41,11 @@ class TorchBackend:
         self.block_size = block_size
         self.softcap = spec.attn_softcap
         self.varlen = self.in_place = False
+
+    @property
+    def captures(self) -> bool:
+        """Once there is a cache: where rows of one query are attended in place, by tables and lengths that a later step may have changed."""
+        return self.in_place
 
     def kv_bytes_per_block(self, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
         return 2 * spec.num_layers * spec.kv_size * block_size * dtype.itemsize
@@ -68,7 +72,15 @@ class TorchBackend:
         batch.attention = tuple(self._work(batch, host, group, window) for group, window in enumerate(self.windows))
 
     def plan_decode(self, batch: ForwardBatch, cascade: bool = False) -> None:
-        raise NotImplementedError("pieces and gathers are sized on the host; see captures")
+        rows = np.arange(batch.kv_lens.shape[0], dtype=np.int32)
+        empty = np.empty(0, np.int32)
+
+        def work(table: Tensor, window: int | None) -> AttentionWork:
+            lengths, table_rows = batch.kv_lens.numpy(), batch.table_rows.numpy()
+            where = native.Rows(table.numpy(), lengths, rows, rows, self.block_size, window, table_rows)
+            return AttentionWork(empty, empty, empty.reshape(0, 0), self.block_size, window, 0, 0, InPlace(where, []))
+
+        batch.attention = tuple(work(table, window) for table, window in zip(batch.block_tables, self.windows, strict=True))
 
     def find_shared(self, batch: ForwardBatch, depth: Tensor) -> None:
         raise NotImplementedError("no plan of this backend shares reads; see shared_depth")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatout.kernels import native
 from flatout.kernels.op import Cost, nbytes, op, shape_class
 
 
@@ -42,3 +43,17 @@ def embedding(out: Tensor, ids: Tensor, weight: Tensor, scale: float) -> None:
 def gather_rows(out: Tensor, source: Tensor, indices: Tensor) -> None:
     """out [S, H] = source [N, H] at indices (int64 [S])."""
     torch.index_select(source, 0, indices, out=out)
+
+
+def _native_accepts(out: Tensor, source: Tensor) -> bool:
+    return out.device.type == "cpu" and native.available() and out.dtype == source.dtype and out.dtype in (torch.float32, torch.bfloat16)
+
+
+@embedding.implementation("native", lambda out, ids, weight, scale: _native_accepts(out, weight), native=True)
+def _embedding_native(out: Tensor, ids: Tensor, weight: Tensor, scale: float) -> None:
+    native.gather(out, weight, ids, scale)
+
+
+@gather_rows.implementation("native", lambda out, source, indices: _native_accepts(out, source), native=True)
+def _gather_native(out: Tensor, source: Tensor, indices: Tensor) -> None:
+    native.gather(out, source, indices)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -57,6 +57,7 @@ class Implementation:
     accepts: Callable[..., bool]  # may depend on nothing but what the op's key holds
     instead_of: str | None = None  # the implementation that is no candidate where this one accepts
     sure: Callable[..., bool] | None = None  # for these operands, where it accepts, no other is a candidate
+    native: bool = False  # nothing but one call of the native library, which a program can hold (kernels/program.py)
 
 
 @dataclass(slots=True)
@@ -93,15 +94,28 @@ class Recorder:
 _state = threading.local()
 
 
+class Records(Protocol):
+    def record(self, op: Op, args: tuple[Any, ...]) -> None:
+        """Is handed each call, instead of the op running."""
+        ...
+
+
+@contextmanager
+def recording_by(recorder: Records) -> Iterator[None]:
+    """This thread's op calls go to the recorder. Not reentrant."""
+    _state.recorder = recorder
+    try:
+        yield
+    finally:
+        _state.recorder = None
+
+
 @contextmanager
 def recording(execute: bool = True) -> Iterator[Recorder]:
     """Record this thread's op calls. Not reentrant."""
     recorder = Recorder(execute)
-    _state.recorder = recorder
-    try:
+    with recording_by(recorder):
         yield recorder
-    finally:
-        _state.recorder = None
 
 
 def shape_class(n: int) -> int:
@@ -147,13 +161,18 @@ class Op:
         self._chosen: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def implementation(
-        self, name: str, accepts: Callable[..., bool], instead_of: str | None = None, sure: Callable[..., bool] | None = None
+        self,
+        name: str,
+        accepts: Callable[..., bool],
+        instead_of: str | None = None,
+        sure: Callable[..., bool] | None = None,
+        native: bool = False,
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """Register a fast path. It declines operands for which accepts() is false; what it is instead of need not be measured beside it.
         sure: where it is taken unmeasured, as it gains beside other kernels what does not show when it is timed alone."""
 
         def register(run: Callable[..., None]) -> Callable[..., None]:
-            self.implementations.append(Implementation(name, run, accepts, instead_of, sure))
+            self.implementations.append(Implementation(name, run, accepts, instead_of, sure, native))
             return run
 
         return register
@@ -167,15 +186,19 @@ class Op:
 
     def dispatch(self, *args: Any) -> None:
         """Run the chosen implementation. About 2 us on top of it."""
+        return self.chosen(*args)(*args)
+
+    def chosen(self, *args: Any) -> Callable[..., None]:
+        """The implementation for these operands, which may have to be measured on them."""
         if not self.implementations:
-            return self.reference(*args)
+            return self.reference
         key = self.key(*args)
         run = self._chosen.get(key)
         if run is None:
             run = self._choose(key, args)
             if not choices.surveying:
                 self._chosen[key] = run
-        return run(*args)
+        return run
 
     def _choose(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., None]:
         able = [i for i in self.implementations if i.accepts(*args)]

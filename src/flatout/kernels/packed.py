@@ -126,7 +126,7 @@ def packed_linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
     out.copy_(product(x, weight, bias))
 
 
-@packed_linear.implementation("native", lambda out, x, weight, bias: _able(out, x))
+@packed_linear.implementation("native", lambda out, x, weight, bias: _able(out, x), native=True)
 def _linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     native.product(out, x, weight, BITS[weight.shape[2]], bias)
 
@@ -151,7 +151,7 @@ def packed_add(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias:
     stream.copy_(stream + scale * product(x, weight, bias))
 
 
-@packed_add.implementation("native", lambda stream, scratch, x, weight, bias, scale: _able(stream, x))
+@packed_add.implementation("native", lambda stream, scratch, x, weight, bias, scale: _able(stream, x), native=True)
 def _add(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> None:
     native.product(stream, x, weight, BITS[weight.shape[2]], bias, add=True, scale=scale)
 
@@ -177,7 +177,7 @@ def packed_norm_linear(
     out.copy_(product(normed(x, norm_weight, eps, offset), weight, bias))
 
 
-@packed_norm_linear.implementation("native", lambda out, scratch, x, *_: _able(out, x))
+@packed_norm_linear.implementation("native", lambda out, scratch, x, *_: _able(out, x), native=True)
 def _norm_linear(
     out: Tensor, scratch: Tensor, x: Tensor, norm_weight: Tensor, eps: float, offset: float, weight: Tensor, bias: Tensor | None
 ) -> None:
@@ -212,7 +212,7 @@ def packed_norm_gated(
     out.copy_(result)
 
 
-@packed_norm_gated.implementation("native", lambda out, scratch, wide, x, *_: _able(out, x))
+@packed_norm_gated.implementation("native", lambda out, scratch, wide, x, *_: _able(out, x), native=True)
 def _norm_gated(
     out: Tensor, scratch: Tensor, wide: Tensor, x: Tensor, norm_weight: Tensor, eps: float, offset: float, weight: Tensor,
     bias: Tensor | None, activation: str,

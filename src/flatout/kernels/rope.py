@@ -89,8 +89,8 @@ def rope_kv_write(
         rotating = qk if rotary == dim else qk[:, :, :rotary]
         halves_swapped = torch.roll(rotating, rotary // 2, 2)
         rotating.mul_(cos).addcmul_(halves_swapped, sin)
-    k_cache.index_copy_(0, slots, key)
-    v_cache.index_copy_(0, slots, value)
+    k_cache.index_copy_(0, slots, key.to(k_cache.dtype))
+    v_cache.index_copy_(0, slots, value.to(v_cache.dtype))
 
 
 def _native_accepts(
@@ -103,11 +103,11 @@ def _native_accepts(
         qk.device.type == "cpu"
         and native.available()
         and qk.dtype in (torch.float32, torch.bfloat16)
-        and k_cache.dtype == qk.dtype
+        and native.keeps(k_cache.dtype, qk.dtype)
         and dim % 16 == 0
         and (cos is None or cos.shape[2] % 32 == 0)
         and (q_norm is None or k_norm is None or q_norm.shape[0] == k_norm.shape[0] == dim)
     )
 
 
-rope_kv_write.implementation("native", _native_accepts)(native.rotate)
+rope_kv_write.implementation("native", _native_accepts, native=True)(native.rotate)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.kernels import native
 from flatout.kernels.logit_edits import DISALLOWED, HIGHEST, LOWEST
 from flatout.kernels.op import Cost, nbytes, op
 
@@ -123,12 +124,22 @@ def _logprobs_key(chosen: Tensor, ranks: Tensor, top_ids: Tensor, top_logprobs: 
 def greedy(ids: Tensor, logits: Tensor) -> None:
     """ids int64 [S] = the largest of each row of logits [S, V]; the lowest id among equals.
 
-    The CPU wants cleaned logits (logit_edits.clean_logits), here and below; elsewhere NaN and +inf have the meaning that gives them.
+    The CPU wants cleaned logits (logit_edits.clean_logits) below, and here where it has no native library; elsewhere NaN and +inf have the meaning
+    that gives them.
     """
     if logits.device.type == "cpu":
         np.argmax(logits.numpy(), axis=1, out=ids.numpy())  # 4 us a row at V=49k where torch takes 93
     else:
         _greedy_together(ids, logits)
+
+
+@greedy.implementation(
+    "native",
+    lambda ids, logits: logits.device.type == "cpu" and native.available() and logits.dtype == torch.float32 and logits.stride(1) == 1,
+    native=True,
+)
+def _greedy_native(ids: Tensor, logits: Tensor) -> None:
+    native.greedy(ids, logits)
 
 
 @op(cost=_draw_cost, outs=("ids",), updates=("ids",), key=_draw_key, last_resort=True)

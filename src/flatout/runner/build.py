@@ -130,6 +130,10 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
             _warm_step(runner, longest, min(rows, seqs, budget), min(rows, seqs, budget))
     phase("warm-up")
     lines.append(pool.line)
+    if device.type == "cpu" and backend.captures and not config.device.enforce_eager:
+        most = min(seqs, MOST_WARMED)
+        runner.executor.decodes = DecodeGraphs(runner.executor, runner.slots, block_size, range(1, most + 1))
+        lines.append(f"programs: decode steps of up to {most} rows are one call of the native library each, made when a size is first met")
     if graphs is not None:
         free = torch.cuda.mem_get_info()[0]
         if why := graphs.capture():

@@ -1,8 +1,9 @@
-"""Executor: how a step's forward is run: op by op for any mix, or, where every row decodes one token, as a captured CUDA graph.
+"""Executor: how a step's forward is run: op by op for any mix, or, where every row decodes one token, as a captured CUDA graph or, on the CPU, a
+program of the native library's (kernels/program.py).
 
 A captured step reads everything that changes from one staged array (kernels/inputs.py), so a replay is one copy and one launch. Batch
-sizes between those captured are padded with rows on the spare slot. Where many rows share keys a second form of the step reads those once; it
-is captured when it is first needed. Holds no request state. Called by runner.py; built by build.py.
+sizes between those captured are padded with rows on the spare slot. On the CPU, where such rows would cost their share, every size is captured, when
+it is first met. Where many rows share keys a second form of the step reads those once; it too is captured when it is first needed. Holds no request state. Called by runner.py; built by build.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flatout.attention.backend import AttentionBackend
 from flatout.batch import ForwardBatch, HostBatch
 from flatout.kernels.inputs import decode_inputs, remember
 from flatout.kernels.op import shape_class
+from flatout.kernels.program import capture as capture_program
 from flatout.kernels.sampling import greedy
 from flatout.models.decoder import Decoder
 from flatout.runner.slots import Slots
@@ -80,7 +82,7 @@ class DecodeGraphs:
         self.decoder, self.backend, self.slots = executor.decoder, executor.backend, slots
         self.block_size = block_size
         self.sizes = tuple(sorted(sizes))
-        self.steps: list[CapturedStep] = []  # by size
+        self.steps: dict[int, CapturedStep] = {}  # by size
         device, most = slots.device, self.sizes[-1]
         self._tokens, self._positions, self._kv_slots, self._ids = (torch.zeros(most, dtype=torch.int64, device=device) for _ in range(4))
         self._kv_lens, self._rows = (torch.ones(most, dtype=torch.int32, device=device) for _ in range(2))
@@ -89,7 +91,9 @@ class DecodeGraphs:
         length = 1 + 1 + 3 * most + 3 * diffs_of(most)
         # the depth at which rows are grouped, or -1: nothing is shared; then the array of decode_inputs
         self._staged = torch.zeros(length, dtype=torch.int32, device=device)
-        self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(RING)]
+        # on the CPU the same array: a step has read it when the next is staged
+        cuda = device.type == "cuda"
+        self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=True) for _ in range(RING)] if cuda else [self._staged]
         self._turn = 0
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of memory, the same for all graphs
         self._rehearsed: set[int] = set()  # classes of sizes whose other form ran once
@@ -98,14 +102,26 @@ class DecodeGraphs:
         """Capture every size, the largest first, so that they share one pool of memory. Runs each once before, which measures and compiles
         what a capture cannot. Returns why it captured nothing, or ""."""
         with _capturing(self._pool) as capture, torch.inference_mode():
+            batch, staged, _, _ = self.rehearse(self.sizes[-1])
+            if why := _waits(partial(self._forward, batch, staged)):
+                return why
             for size in reversed(self.sizes):
-                batch, staged, ids, logits = self.rehearse(size)
-                if size == self.sizes[-1] and (why := _waits(partial(self._forward, batch, staged))):
-                    return why
-                forward = capture(partial(self._forward, batch, staged))
-                choose = capture(partial(self._choose, ids, logits, batch))
-                self.steps.insert(0, CapturedStep(size, batch, staged, logits, ids, forward, choose))
+                self._capture(size, capture)
         return ""
+
+    def _capture(self, size: int, capture: Callable[[Callable[[], object]], Callable[[], object]]) -> CapturedStep:
+        batch, staged, ids, logits = self.rehearse(size)
+        forward = capture(partial(self._forward, batch, staged))
+        choose = capture(partial(self._choose, ids, logits, batch))
+        step = self.steps[size] = CapturedStep(size, batch, staged, logits, ids, forward, choose)
+        return step
+
+    def _captured(self, size: int) -> CapturedStep:
+        """In the midst of serving where it was not captured before, on the CPU: a step of padding, and a few milliseconds."""
+        if size not in self.steps:
+            with _capturing(self._pool) as capture, torch.inference_mode():
+                self._capture(size, capture)
+        return self.steps[size]
 
     def rehearse(self, size: int, cascade: bool = False) -> tuple[ForwardBatch, Tensor, Tensor, Tensor]:
         """Run a step of padding; returns what a capture of it works on: batch, staged array, ids and logits."""
@@ -122,8 +138,8 @@ class DecodeGraphs:
         rows = len(plan.slots)
         if plan.num_tokens != rows or rows > self.sizes[-1] or not plan.samples.all():
             return None
-        step = self.steps[bisect_left(self.sizes, rows)]
-        return step if len(plan.block_ids) <= diffs_of(step.size) else None
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        return self._captured(size) if len(plan.block_ids) <= diffs_of(size) else None
 
     def stage(self, step: CapturedStep, plan: StepPlan) -> Tensor:
         """Write the plan where run() will find it, on the host; its rows are the plan's, then padding."""
@@ -137,7 +153,8 @@ class DecodeGraphs:
 
     def run(self, step: CapturedStep, staged: Tensor) -> None:
         """Queue the forward of what stage() returned."""
-        self._staged[: staged.shape[0]].copy_(staged, non_blocking=True)
+        if len(self._host) > 1:
+            self._staged[: staged.shape[0]].copy_(staged, non_blocking=True)
         forward = step.cascade if step.cascade is not None and staged[0] >= 0 else step.forward
         forward()
 
@@ -154,7 +171,7 @@ class DecodeGraphs:
     def _next(self) -> Tensor:
         """The host buffer whose turn it is."""
         host = self._host[self._turn]
-        self._turn = (self._turn + 1) % RING
+        self._turn = (self._turn + 1) % len(self._host)
         return host
 
     def _stage(self, size: int, plan: StepPlan, host: Tensor, depth: int = 0) -> int:
@@ -237,9 +254,9 @@ def _waits(run: Callable[[], object]) -> str:
 
 @contextmanager
 def _capturing(pool: Any) -> Iterator[Callable[[Callable[[], object]], Callable[[], object]]]:
-    """Gives what turns a run of ops into its replay, by a pool of memory. Off CUDA, None: nothing is captured, a replay is the run again, for tests."""
+    """Gives what turns a run of ops into its replay, by a pool of memory; None: on the CPU, by a program."""
     if pool is None:
-        yield lambda run: run
+        yield capture_program
         return
     stream = torch.cuda.Stream()
 

@@ -74,6 +74,7 @@ class Runner:
         with torch.inference_mode():
             output, inputs_s = self._execute(plan, lambda: None)
         result = output.to_result()
+        result.token_ids = result.token_ids.copy()  # a captured step's lie where its next ones will
         return Timed(result, inputs_s, 0.0, time.perf_counter() - begin - inputs_s)
 
     def _launch_on_cuda(self, plan: StepPlan) -> Handle:

@@ -1,5 +1,5 @@
 """The native CPU library by thin functions on torch tensors over its C ABI (native.h): products of packed weights, attention of single queries,
-rotation.
+rotation, what a decode step does around its layers; and blocks of such calls, noted once and made again by one.
 
 It is built by setup.py and may be missing: available() says so and lacking() what that costs. No arithmetic and no choice lives here. Called by
 kernels/packed.py, attention.py and rope.py, which have the references, attention/sdpa.py, and runner/build.py, which sets the threads.
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,22 +22,27 @@ LINES = 16  # of a weight are packed together, one for each lane of 32 bits
 GROUP = 32  # elements share a scale
 # by kind, of a block of lines' group: values, then float16 scales, of 4 bits float16 minima too
 BYTES = {4: LINES * (GROUP // 2 + 4), 8: LINES * (GROUP + 2)}
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 
 _FILE = Path(__file__).with_name("libflatout.so")
 # FlatoutProduct: x, weight, bias, norm, out; their strides, rows, outputs, columns; types, kind, gate, add; eps, offset, scale.
 # Packing takes 0.2 us where a ctypes.Structure takes 0.9
 _PRODUCT = struct.Struct("5P5q7i3f")
-_ATTENTION, _ROTATION = struct.Struct("8P4q6i2f"), struct.Struct("9P4q5i2f")  # FlatoutAttention, FlatoutRotation, in their order
+_ATTENTION, _ROTATION = struct.Struct("9P4q7i2f"), struct.Struct("9P4q6i2f")  # FlatoutAttention, FlatoutRotation, in their order
+_GATHER, _GREEDY = struct.Struct("3P5qif"), struct.Struct("2P3q")
+_INPUTS, _REMEMBER = struct.Struct("8P4q2i"), struct.Struct("3P2q")
+# by their numbers in a program (FlatoutCall)
+_FUNCTIONS = ("product", "attention", "rotate", "gather", "greedy", "inputs", "remember")
 
 
 def _load() -> ctypes.CDLL | None:
     """None where there is no library, or one of another version that lacks a function."""
     try:
         library = ctypes.CDLL(str(_FILE))
-        for name in ("flatout_product", "flatout_attention", "flatout_rotate"):
-            getattr(library, name).argtypes = [ctypes.c_char_p]
+        for name in _FUNCTIONS:
+            getattr(library, f"flatout_{name}").argtypes = [ctypes.c_char_p]
+        library.flatout_run.argtypes, library.flatout_run.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p], ctypes.c_int64
     except (OSError, AttributeError):
         return None
     library.flatout_dequantise.argtypes = [
@@ -64,6 +72,11 @@ def lacking() -> list[str]:
     return [f"kernels: {cost}: the native library {what} ({mend})"]
 
 
+def keeps(cache: torch.dtype, rows: torch.dtype) -> bool:
+    """Whether keys and values of rows of this type can be kept in a cache of that one, which attention of single queries then reads."""
+    return rows in (torch.float32, torch.bfloat16) and (cache == rows or (rows, cache) == (torch.float32, torch.float16))
+
+
 def isa() -> str:
     """The instruction set in use: avx512_vnni, avx2 or scalar."""
     return _native().flatout_isa().decode()
@@ -72,6 +85,56 @@ def isa() -> str:
 def use_isa(name: str) -> bool:
     """Take another one, for tests; False where this machine lacks it."""
     return _native().flatout_use_isa(name.encode()) == 0
+
+
+_here = threading.local()  # noted: inside noting(), the calls so far, as (function, operands)
+
+
+@contextmanager
+def noting() -> Iterator[list[tuple[int, bytes]]]:
+    """Inside, this thread's calls are noted instead of made."""
+    noted: list[tuple[int, bytes]] = []
+    _here.noted = noted
+    try:
+        yield noted
+    finally:
+        _here.noted = None
+
+
+def _declined(function: str, operands: bytes) -> bool:
+    """Make the call or note it; whether the library declined it, with nothing done."""
+    noted = getattr(_here, "noted", None)
+    if noted is None:
+        return bool(getattr(_native(), f"flatout_{function}")(operands))
+    noted.append((_FUNCTIONS.index(function), operands))
+    return False
+
+
+class Block:
+    """Calls that were noted, to be made in their order by one. What their operands point to must stay where it is."""
+
+    def __init__(self, noted: list[tuple[int, bytes]]):
+        padded = [operands + bytes(-len(operands) % 8) for _, operands in noted]
+        self._operands = ctypes.create_string_buffer(b"".join(padded))
+        self._calls = np.empty((len(noted), 2), np.int64)  # FlatoutCall
+        self._calls[:, 0] = [function for function, _ in noted]
+        sizes = np.array([len(operands) for operands in padded])
+        self._calls[:, 1] = ctypes.addressof(self._operands) + np.cumsum(sizes) - sizes
+        self._run = _native().flatout_run
+        self._address = self._calls.ctypes.data
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __call__(self, ns: np.ndarray | None = None) -> None:
+        """ns: int64 [calls], to which the nanoseconds of each are added. Several Python threads must not make the same block's calls at once."""
+        made = self._run(self._address, len(self._calls), None if ns is None else ns.ctypes.data)
+        if made != len(self._calls):
+            raise RuntimeError(f"the native library declines call {made} of {len(self._calls)} in a program: {self.names()[made]}")
+
+    def names(self) -> list[str]:
+        """Of the functions called."""
+        return [_FUNCTIONS[function] for function in self._calls[:, 0].tolist()]
 
 
 def set_threads(n: int) -> int:
@@ -134,7 +197,7 @@ def product(
         offset,
         scale,
     )
-    if _native().flatout_product(asked):
+    if _declined("product", asked):
         raise ValueError(f"product: the native library declines {tuple(x.shape)} on {tuple(weight.shape)} of kind {kind}")
 
 
@@ -148,18 +211,30 @@ def dequantise(out: Tensor, weight: Tensor, kind: int) -> None:
 
 
 class Rows:
-    """Rows of one query each, where attention() finds their keys: table int32 [R, W] of blocks in order, kv_lens int32 [R] of at least 1; rows
-    int32 [n] which of them, tokens int32 [n] whose queries are theirs. Kept as they are: addresses are taken once a step and used in every layer."""
+    """Rows of one query each, where attention() finds their keys: table int32 [S, W] of blocks in order, kv_lens int32 [R] of at least 1,
+    table_rows int32 [R] which of the tables each has (None: its own); rows int32 [n] which of the rows, tokens int32 [n] whose queries are theirs.
+    Kept as they are, int32 and contiguous ones without a copy: addresses are taken once and used in every layer, or in every step."""
 
-    def __init__(self, table: np.ndarray, kv_lens: np.ndarray, rows: np.ndarray, tokens: np.ndarray, block_size: int, window: int | None):
-        self._arrays = [np.ascontiguousarray(array, np.int32) for array in (table, kv_lens, rows, tokens)]
-        self._addresses = [array.ctypes.data for array in self._arrays]
+    def __init__(
+        self,
+        table: np.ndarray,
+        kv_lens: np.ndarray,
+        rows: np.ndarray,
+        tokens: np.ndarray,
+        block_size: int,
+        window: int | None,
+        table_rows: np.ndarray | None = None,
+    ):
+        arrays = (table, kv_lens, table_rows, rows, tokens)
+        self._arrays = [None if array is None else np.ascontiguousarray(array, np.int32) for array in arrays]
+        self._addresses = [0 if array is None else array.ctypes.data for array in self._arrays]
         self._numbers = table.shape[1], len(rows)
         self._where = block_size, window or 0
 
     def attend(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, softcap: float) -> None:
         """out [T, heads * D] of these rows' tokens = softmax(scale * q k^T) v; scores s are capped to softcap * tanh(s / softcap), 0: not.
-        q [T, heads * D], its rows apart as they like; k_cache, v_cache [slots, kv_heads, D], contiguous; one type, float32 or bfloat16."""
+        q [T, heads * D], its rows apart as they like; k_cache, v_cache [slots, kv_heads, D], contiguous; one type, float32 or bfloat16, or a cache of float16
+        beside float32."""
         _, kv_heads, dim = k_cache.shape
         asked = _ATTENTION.pack(
             *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
@@ -169,10 +244,11 @@ class Rows:
             *(q.shape[1] // dim, kv_heads, dim),
             *self._where,
             _TYPES[q.dtype],
+            _TYPES[k_cache.dtype],
             scale,
             softcap,
         )
-        if _native().flatout_attention(asked):
+        if _declined("attention", asked):
             raise ValueError(f"attend: the native library declines queries {tuple(q.shape)} on a cache {tuple(k_cache.shape)}")
 
 
@@ -189,7 +265,8 @@ def rotate(
     eps: float,
     offset: float,
 ) -> None:
-    """kernels/rope.py:rope_kv_write, whose operands these are; norms are of single heads, all types alike."""
+    """kernels/rope.py:rope_kv_write, whose operands these are; norms are of single heads, all types alike but for a cache of
+    float16 beside float32."""
     tokens, heads, dim = qk.shape
     kv_heads = value.shape[1]
     asked = _ROTATION.pack(
@@ -198,11 +275,61 @@ def rotate(
         *(tokens, qk.stride(0), value.stride(0), 0 if cos is None else cos.stride(0)),
         *(heads - kv_heads, kv_heads, dim, 0 if cos is None else cos.shape[2]),
         _TYPES[qk.dtype],
+        _TYPES[k_cache.dtype],
         eps,
         offset,
     )
-    if _native().flatout_rotate(asked):
+    if _declined("rotate", asked):
         raise ValueError(f"rotate: the native library declines {tuple(qk.shape)} with a cache {tuple(k_cache.shape)}")
+
+
+def gather(out: Tensor, source: Tensor, indices: Tensor, scale: float = 1.0) -> None:
+    """out [S, H] = scale * source [N, H] at indices (int64 [S], contiguous); float32 or bfloat16. IndexError: one that is none of the rows."""
+    asked = _GATHER.pack(
+        *(source.data_ptr(), indices.data_ptr(), out.data_ptr()),
+        *(source.stride(0), out.stride(0), out.shape[0], out.shape[1], source.shape[0]),
+        _TYPES[out.dtype],
+        scale,
+    )
+    if _declined("gather", asked):
+        raise IndexError(f"gather: an index is none of the {source.shape[0]} rows")
+
+
+def greedy(ids: Tensor, logits: Tensor) -> None:
+    """ids int64 [S] = the largest of each row of logits float32 [S, V], the lowest id among equals; NaN and -inf count as the lowest finite number,
+    +inf as the highest."""
+    if _declined("greedy", _GREEDY.pack(logits.data_ptr(), ids.data_ptr(), logits.stride(0), *logits.shape)):
+        raise ValueError(f"greedy: the native library declines logits {tuple(logits.shape)}")
+
+
+def inputs(
+    tokens: Tensor,
+    positions: Tensor,
+    kv_lens: Tensor,
+    kv_slots: Tensor,
+    rows: Tensor,
+    tables: Tensor,
+    staged: Tensor,
+    last_ids: Tensor,
+    block_size: int,
+    from_device: int,
+) -> None:
+    """kernels/inputs.py:decode_inputs, whose operands these are, all contiguous. IndexError: a slot, column or position that is none."""
+    count = tokens.shape[0]
+    asked = _INPUTS.pack(
+        *(t.data_ptr() for t in (tokens, positions, kv_slots, kv_lens, rows, tables, staged, last_ids)),
+        *(count, (staged.shape[0] - 1) // 3 - count, *tables.shape),
+        block_size,
+        from_device,
+    )
+    if _declined("inputs", asked):
+        raise IndexError(f"inputs: a staged slot, column or position is outside of the tables {tuple(tables.shape)}")
+
+
+def remember(last_ids: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """last_ids (int64 [S]) at rows (int32 [R]) = ids (int64 [R])."""
+    if _declined("remember", _REMEMBER.pack(last_ids.data_ptr(), rows.data_ptr(), ids.data_ptr(), ids.shape[0], last_ids.shape[0])):
+        raise IndexError(f"remember: a row is none of the {last_ids.shape[0]}")
 
 
 def _native() -> ctypes.CDLL:

@@ -17,13 +17,13 @@ constexpr int64_t kPiece = 256;        // keys: a longer context is shared among
 constexpr int64_t kPartTokens = 4096;  // elements to rotate, about a microsecond
 
 bool can(const FlatoutAttention& a) {
-  return is_type(a.type) && a.q && a.k && a.v && a.out && a.tables && a.kv_lens && a.rows && a.tokens && a.count >= 0 && a.kv_heads > 0 &&
+  return is_type(a.type) && is_cache(a.cache_type, a.type) && a.q && a.k && a.v && a.out && a.tables && a.kv_lens && a.rows && a.tokens && a.count >= 0 && a.kv_heads > 0 &&
          a.heads % a.kv_heads == 0 && a.heads / a.kv_heads <= kMostHeads && a.dim > 0 && a.dim <= kMostDim && a.dim % 16 == 0 && a.block_size > 0 &&
          a.window >= 0;
 }
 
 bool can(const FlatoutRotation& r) {
-  return is_type(r.type) && r.qk && r.value && r.k_cache && r.v_cache && r.slots && r.tokens >= 0 && r.dim > 0 && r.dim % 16 == 0 &&
+  return is_type(r.type) && is_cache(r.cache_type, r.type) && r.qk && r.value && r.k_cache && r.v_cache && r.slots && r.tokens >= 0 && r.dim > 0 && r.dim % 16 == 0 &&
          (!r.cos || (r.sin && r.rotary > 0 && r.rotary <= r.dim && r.rotary % 32 == 0));
 }
 

@@ -7,8 +7,10 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__clang__)
@@ -28,6 +30,7 @@ using I = int32_t __attribute__((vector_size(64)));
 inline F fma(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 inline I nearest(F a) { return (I)_mm512_cvtps_epi32((__m512)a); }
 inline F halves(const uint8_t* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline void to_halves(uint8_t* p, F a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)a, _MM_FROUND_TO_NEAREST_INT)); }
 inline I bytes(const uint8_t* p) { return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
 // Markstein's correction of a * inverse: three instructions where a division takes sixteen cycles.

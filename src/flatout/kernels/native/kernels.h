@@ -1,4 +1,4 @@
-// What an instruction set's kernels offer to products.cpp: one table for each, chosen by cpu.cpp. Nothing here knows of threads.
+// What an instruction set's kernels offer to products.cpp, attention.cpp and step.cpp: one table for each, chosen by cpu.cpp. Nothing here knows of threads.
 // Filled by scalar.cpp, avx2.cpp and avx512.cpp from kernels.inc.
 
 #ifndef FLATOUT_KERNELS_H
@@ -13,6 +13,8 @@ constexpr int kGroup = 32;    // elements of a line, or of a row, that share a s
 constexpr int kMostRows = 16; // in a tile
 
 constexpr bool is_type(int32_t type) { return type == FLATOUT_FLOAT32 || type == FLATOUT_BFLOAT16; }
+
+constexpr bool is_cache(int32_t cache_type, int32_t type) { return cache_type == type || (cache_type == FLATOUT_FLOAT16 && type == FLATOUT_FLOAT32); }
 
 constexpr int64_t group_bytes(int kind) { return kind == 4 ? 320 : 544; }
 
@@ -47,10 +49,12 @@ struct Kernels {
   Dot dot[2][kMostRows];  // [kind 4, kind 8][rows - 1]
   // A tile's sums over 16 lines, of a gate and its up where there is one: bias, gate, scale and residual, into out.
   void (*finish)(const FlatoutProduct& product, int64_t row, int rows, int64_t line, const float* sums, const float* ups);
-  // One block as 16 lines of values.
   void (*attend)(const FlatoutAttention& attention, int64_t index, int kv_head, int64_t first, int64_t end, const AttentionPiece& to);
   void (*merge)(const FlatoutAttention& attention, int64_t index, int kv_head, const AttentionPiece* pieces, int64_t count);
   void (*rotate)(const FlatoutRotation& rotation, int64_t token);
+  void (*scale)(void* out, const void* x, int64_t width, int type, float scale);
+  int64_t (*likeliest)(const float* logits, int64_t width);  // as flatout_greedy says
+  // One block as 16 lines of values.
   void (*dequantise)(const uint8_t* block, int kind, int64_t groups, void* out, int64_t out_stride, int type);
 };
 

@@ -16,7 +16,7 @@
 #define FLATOUT_API
 #endif
 
-enum { FLATOUT_FLOAT32 = 0, FLATOUT_BFLOAT16 = 1 };
+enum { FLATOUT_FLOAT32 = 0, FLATOUT_BFLOAT16 = 1, FLATOUT_FLOAT16 = 2 };  // float16: of a cache alone
 enum { FLATOUT_NO_GATE = 0, FLATOUT_SILU = 1, FLATOUT_GELU_TANH = 2, FLATOUT_GELU = 3 };
 
 // out = [out +] scale * (x weight^T + bias), or with a gate [out +] scale * act(x gates^T + bias) * (x ups^T + bias').
@@ -56,6 +56,7 @@ typedef struct {
   void* out;                 // [tokens][heads * dim]
   const int32_t* tables;     // [rows][table_stride]: blocks in order
   const int32_t* kv_lens;    // [rows]: at least 1
+  const int32_t* table_rows; // [rows]: which of the tables each row has, or null: its own
   const int32_t* rows;       // [count]: which of the rows
   const int32_t* tokens;     // [count]: whose query each is
   int64_t q_stride, out_stride, table_stride;  // elements
@@ -65,7 +66,8 @@ typedef struct {
   int32_t dim;       // a multiple of 16, at most 256
   int32_t block_size;
   int32_t window;    // keys that are seen, or 0: all
-  int32_t type;      // of q, k, v and out
+  int32_t type;      // of q and out
+  int32_t cache_type;  // of k and v: the same, or float16 beside float32
   float scale, softcap;  // softcap 0: none
 } FlatoutAttention;
 
@@ -84,11 +86,77 @@ typedef struct {
   int64_t tokens, stride, value_stride, turn_stride;
   int32_t heads, kv_heads, dim;   // dim a multiple of 16
   int32_t rotary;                 // a multiple of 32
-  int32_t type;                   // of all of it
+  int32_t type;                   // of all of it but the cache
+  int32_t cache_type;             // the same, or float16 beside float32
   float eps, offset;
 } FlatoutRotation;
 
 FLATOUT_API int flatout_rotate(const FlatoutRotation* rotation);
+
+// out [rows][width] = scale * source[indices[row]].
+typedef struct {
+  const void* source;      // [source_rows][width]
+  const int64_t* indices;  // [rows], each one of the source's rows
+  void* out;
+  int64_t source_stride, out_stride;  // elements
+  int64_t rows, width, source_rows;
+  int32_t type;  // of source and out
+  float scale;
+} FlatoutGather;
+
+FLATOUT_API int flatout_gather(const FlatoutGather* gather);
+
+// ids[row] = where the row's largest logit is, the first among equals. NaN and -inf count as the lowest finite number, +inf as the highest.
+typedef struct {
+  const float* logits;  // [rows][width]
+  int64_t* ids;
+  int64_t stride, rows, width;
+} FlatoutGreedy;
+
+FLATOUT_API int flatout_greedy(const FlatoutGreedy* greedy);
+
+// The inputs of `count` rows of one token each from what was staged for them: kernels/inputs.py says what is where.
+typedef struct {
+  int64_t *tokens, *positions, *kv_slots;
+  int32_t *kv_lens, *rows;
+  int32_t* tables;          // [slots][width]
+  const int32_t* staged;    // [1 + 3 count + 3 diffs]
+  const int64_t* last_ids;  // [slots]
+  int64_t count, diffs, slots, width;
+  int32_t block_size;
+  int32_t from_device;  // the id that means the slot's last one
+} FlatoutInputs;
+
+FLATOUT_API int flatout_inputs(const FlatoutInputs* inputs);
+
+// last_ids[rows[i]] = ids[i]
+typedef struct {
+  int64_t* last_ids;    // [slots]
+  const int32_t* rows;  // [count]
+  const int64_t* ids;
+  int64_t count, slots;
+} FlatoutRemember;
+
+FLATOUT_API int flatout_remember(const FlatoutRemember* remember);
+
+// A program: calls of the functions above, in order.
+enum {
+  FLATOUT_CALL_PRODUCT = 0,
+  FLATOUT_CALL_ATTENTION = 1,
+  FLATOUT_CALL_ROTATE = 2,
+  FLATOUT_CALL_GATHER = 3,
+  FLATOUT_CALL_GREEDY = 4,
+  FLATOUT_CALL_INPUTS = 5,
+  FLATOUT_CALL_REMEMBER = 6
+};
+
+typedef struct {
+  int64_t function;
+  const void* operands;
+} FlatoutCall;
+
+// Makes the calls; with `ns` ([count]) their nanoseconds are added there. Answers how many it made: fewer where one was refused, which ends it.
+FLATOUT_API int64_t flatout_run(const FlatoutCall* calls, int64_t count, int64_t* ns);
 
 // How many threads to use, the caller's among them; answers how many it will be. Any thread may call into the library; products take turns.
 FLATOUT_API int flatout_threads(int n);

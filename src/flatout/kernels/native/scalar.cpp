@@ -3,8 +3,10 @@
 
 #include "kernels.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 namespace flatout {
@@ -40,6 +42,27 @@ inline F halves(const uint8_t* p) {
   uint16_t h[lanes];
   std::memcpy(h, p, sizeof h);
   return F{half(h[0]), half(h[1]), half(h[2]), half(h[3])};
+}
+
+inline uint16_t to_half(float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, sizeof bits);
+  const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFF;
+  if (size > 0x7F800000) return static_cast<uint16_t>(sign | 0x7E00 | (size >> 13 & 0x1FF));  // NaN
+  if (size >= 0x477FF000) return static_cast<uint16_t>(sign | 0x7C00);                        // beyond 65504, as rounded
+  if (size < 0x38800000) {  // subnormal: adding 0.5 leaves the units of 2^-24 in the last bits
+    float a;
+    std::memcpy(&a, &size, sizeof a);
+    a += 0.5f;
+    std::memcpy(&bits, &a, sizeof bits);
+    return static_cast<uint16_t>(sign | (bits - 0x3F000000));
+  }
+  return static_cast<uint16_t>(sign | ((size - (112u << 23) + 0xFFF + (size >> 13 & 1)) >> 13));
+}
+
+inline void to_halves(uint8_t* p, F a) {
+  const uint16_t h[lanes] = {to_half(a[0]), to_half(a[1]), to_half(a[2]), to_half(a[3])};
+  std::memcpy(p, h, sizeof h);
 }
 
 inline I bytes(const uint8_t* p) { return I{p[0], p[1], p[2], p[3]}; }
