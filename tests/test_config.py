@@ -187,8 +187,35 @@ def test_what_is_for_cpus_alone():
         resolve(Config.make(quantization="gguf", dtype="float16"), SPEC, MACHINE)
     assert resolve(Config.make(quantization="gguf"), SPEC, MACHINE)[0].model.dtype == "float32"
     assert resolve(Config.make(quantization="gguf", dtype="bfloat16"), SPEC, MACHINE)[0].model.dtype == "bfloat16"
-    with pytest.raises(ConfigError, match=r"--quantization: 'awq' is not one of none, gguf"):
+    with pytest.raises(ConfigError, match=r"--quantization: 'awq' is not one of auto, none, gguf"):
         Config.make(quantization="awq")
+
+
+def test_a_files_own_weights_are_kept_where_they_run():
+    """By default on a CPU with the native library, unless a dtype is asked for; keys and values then take half of what rows do."""
+
+    def decided(hardware=MACHINE, kept=True, native=True, **options) -> tuple[str, str, str]:
+        config = resolve(Config.make(**options), SPEC, hardware, kept=kept, native=native)[0]
+        return config.model.quantization, config.model.dtype, config.cache.kv_cache_dtype
+
+    plain = resolve(Config(), SPEC, MACHINE)[0].model.dtype
+    assert decided() == ("gguf", "float32", "float16")
+    assert decided(kept=False) == decided(native=False) == decided(quantization="none") == ("none", plain, plain)
+    assert decided(dtype="float32") == ("none", "float32", "float32")
+    assert decided(dtype="bfloat16", quantization="gguf") == ("gguf", "bfloat16", "bfloat16")
+    assert decided(quantization="gguf", native=False) == ("gguf", "float32", "float32")
+    assert decided(kv_cache_dtype="float32") == ("gguf", "float32", "float32")
+    assert decided(dtype="float32", kv_cache_dtype="float16") == ("none", "float32", "float16")
+    assert decided(GPU)[0] == "none" and decided(GPU, device="cpu")[0] == "gguf"
+    for options, asked in (
+        ({"kv_cache_dtype": "bfloat16"}, "bfloat16 beside --dtype float32"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "float16"}, "float16 beside --dtype bfloat16"),
+        ({"dtype": "float32", "kv_cache_dtype": "float16", "native": False}, "float16 beside --dtype float32"),
+    ):
+        with pytest.raises(ConfigError, match=f"--kv-cache-dtype: {asked} is not built here; leave it out"):
+            decided(**options)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype: 'fp8' is not one of auto, bfloat16, float16, float32"):
+        Config.make(kv_cache_dtype="fp8")
 
 
 def test_what_is_for_gpus_alone(monkeypatch):

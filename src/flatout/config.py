@@ -41,9 +41,10 @@ class ModelConfig:
     )
     dtype: str = setting("auto", "arithmetic of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
     quantization: str = setting(
-        "none",
-        "none: weights in --dtype; gguf: those of a GGUF file in 4 and 8 bits as they are, times rows rounded to int8 (CPU)",
-        choices=("none", "gguf"),
+        "auto",
+        "none: weights in --dtype; gguf: a GGUF file's own 4 and 8 bits, times rows rounded to int8 (CPU); auto: gguf where it runs and "
+        "--dtype is not given",
+        choices=("auto", "none", "gguf"),
     )
     max_model_len: int | None = setting(None, "longest context in tokens, prompt and output (default: the model's)", kind="size")
     chat_template: str | None = setting(None, "jinja file (or text) instead of the model's chat template")
@@ -57,6 +58,11 @@ class CacheConfig:
     gpu_memory_utilization: float = setting(0.92, "share of the GPU's memory to use in all")
     kv_cache_memory_bytes: int | None = setting(None, "exact size of the KV pool (4GiB)", kind="size")
     num_gpu_blocks_override: int | None = setting(None, "exact number of KV blocks")
+    kv_cache_dtype: str = setting(
+        "auto",
+        "type of keys and values; auto: --dtype, or float16 beside --quantization gguf",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
     enable_prefix_caching: bool = setting(True, "share KV blocks between prompts with the same beginning")
 
 
@@ -203,8 +209,13 @@ class Decision:
     reason: str
 
 
-def resolve(config: Config, spec: ModelSpec, hardware: Hardware) -> tuple[Config, list[Decision]]:
-    """Fill every None and "auto" from the model and the machine. Raises ConfigError where a setting cannot hold."""
+def resolve(
+    config: Config, spec: ModelSpec, hardware: Hardware, *, kept: bool = False, native: bool = False
+) -> tuple[Config, list[Decision]]:
+    """Fill every None and "auto" from the model and the machine. Raises ConfigError where a setting cannot hold.
+
+    kept: the model's file has weights that --quantization gguf keeps. native: the native CPU library is there.
+    """
     decisions: list[Decision] = []
     options: dict[str, Any] = {}
 
@@ -219,7 +230,16 @@ def resolve(config: Config, spec: ModelSpec, hardware: Hardware) -> tuple[Config
     if config.device.device == "auto":
         decide("device", hardware.device, f"{hardware.name} found" if cuda else "no CUDA device found")
 
-    dtype, packed = config.model.dtype, config.model.quantization == "gguf"
+    dtype, quantization = config.model.dtype, config.model.quantization
+    on_cpu = not cuda or config.device.device == "cpu"
+    if quantization == "auto":
+        if kept and native and on_cpu and dtype == "auto":
+            quantization = decide(
+                "quantization", "gguf", "the file's own 4 and 8-bit weights, times rows rounded to int8; --quantization none unpacks them"
+            )
+        else:
+            quantization = options["quantization"] = "none"
+    packed = quantization == "gguf"
     if dtype == "auto" and packed:
         dtype = decide("dtype", "float32", "rows are rounded to int8 once, from what was not rounded before")
     elif dtype == "auto":
@@ -227,10 +247,22 @@ def resolve(config: Config, spec: ModelSpec, hardware: Hardware) -> tuple[Config
     elif dtype == "bfloat16" and not hardware.has_bfloat16:
         raise ConfigError(f"--dtype: {hardware.name} has no bfloat16; use float16 or float32")
 
-    if packed and cuda and config.device.device != "cpu":
+    if packed and not on_cpu:
         raise ConfigError("--quantization: gguf runs on the CPU so far; leave it out, or use --device cpu")
     if packed and dtype == "float16":
         raise ConfigError("--quantization: gguf multiplies rows of bfloat16 or float32; use --dtype bfloat16")
+
+    narrow = on_cpu and native and dtype == "float32" and not _unattended(spec)  # float16 beside float32 is read in place
+    if config.cache.kv_cache_dtype == "auto":
+        if packed and narrow:
+            decide("kv_cache_dtype", "float16", "half of float32, read as it lies, and its rounding is lost beside that of the rows")
+        else:
+            options["kv_cache_dtype"] = dtype
+    elif config.cache.kv_cache_dtype not in (dtype, *(("float16",) if narrow else ())):
+        raise ConfigError(
+            f"--kv-cache-dtype: {config.cache.kv_cache_dtype} beside --dtype {dtype} is not built here; leave it out"
+            + ("" if dtype == "float32" else ", or use float16 with --dtype float32 on a CPU")
+        )
 
     length = config.model.max_model_len
     if length is None:
@@ -303,6 +335,11 @@ def _device(config: Config, spec: ModelSpec, hardware: Hardware, dtype: str, seq
     if backend == "triton" and not device.enforce_eager and largest is None:
         reason = "--max-num-seqs" if seqs <= CAPTURED else "larger steps hide their launches"
         yield "max_cudagraph_capture_size", (min(seqs, CAPTURED), reason)
+
+
+def _unattended(spec: ModelSpec) -> bool:
+    """The native library does not attend this model's heads. kernels/attention.py:in_place_runs holds the same limits."""
+    return bool(spec.head_dim % 16) or spec.head_dim > 256 or spec.num_heads // spec.num_kv_heads > 8
 
 
 def _unpaged(spec: ModelSpec, hardware: Hardware, dtype: str) -> str:

@@ -15,7 +15,7 @@ from flatout.core.scheduler import Scheduler
 from flatout.hardware import detect
 from flatout.modelfile.sources import ModelSource, resolve_model
 from flatout.request import FinishReason, ModelFacts, Output, Request
-from flatout.runner.build import build
+from flatout.runner.build import abilities, build
 from flatout.runner.runner import Handle, Timed
 from flatout.step import StepPlan, StepRecord
 
@@ -42,7 +42,7 @@ class Engine:
         begin = time.perf_counter()
         self.source = source or resolve_model(config.model)
         hardware = detect(config.device.device)
-        self.config, self.decisions = resolve(config, self.source.spec, hardware)
+        self.config, self.decisions = resolve(config, self.source.spec, hardware, **abilities(self.source))
         model, cache, scheduler = self.config.model, self.config.cache, self.config.scheduler
         assert model.max_model_len and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
         self.spec = self.source.spec.for_length(model.max_model_len)

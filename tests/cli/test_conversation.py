@@ -42,7 +42,11 @@ class Echo:
     def __init__(self):
         self.spec = SPEC
         self.engine = SimpleNamespace(weight_bytes=10_000)
-        self.config = SimpleNamespace(device=SimpleNamespace(device="cpu"), model=SimpleNamespace(dtype="bfloat16", chat_template=None))
+        self.config = SimpleNamespace(
+            device=SimpleNamespace(device="cpu"),
+            model=SimpleNamespace(dtype="bfloat16", chat_template=None),
+            cache=SimpleNamespace(kv_cache_dtype="bfloat16"),
+        )
         self.facts = SimpleNamespace(model="echo", max_model_len=64, sampling_defaults={})
         self.tokenizer = SimpleNamespace(chat_template="{{ messages }}")
         self.seen, self.closed, self.start_lines = [], 0, ["loaded"]

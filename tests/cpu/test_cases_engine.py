@@ -276,15 +276,15 @@ def test_streams_interleave_and_close_early(llm, plain):
 
 
 def failing(llm, monkeypatch, times: int) -> None:
-    """The next `times` forwards raise."""
-    forward, left = llm.engine.runner.executor.forward, iter(range(times))
+    """The next `times` steps raise before their forward, whatever runs that."""
+    run, left = llm.engine.runner._run, iter(range(times))
 
-    def broken(batch, host):
+    def broken(plan, begins):
         if next(left, None) is None:
-            return forward(batch, host)
+            return run(plan, begins)
         raise MemoryError("injected")
 
-    monkeypatch.setattr(llm.engine.runner.executor, "forward", broken)
+    monkeypatch.setattr(llm.engine.runner, "_run", broken)
 
 
 @pytest.mark.parametrize("asynchronous", (True, False))

@@ -210,9 +210,10 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=r"does not fit|needs"):
             bad()
-    for other in ({"x": x.double()}, {"x": x, "bias": torch.zeros(32, dtype=torch.float16)}):
-        with pytest.raises(KeyError):
-            native.product(out, weight=weight, kind=4, **other)
+    with pytest.raises(KeyError):
+        native.product(out, x.double(), weight, 4)
+    with pytest.raises(ValueError, match="declines"):
+        native.product(out, x, weight, 4, bias=torch.zeros(32, dtype=torch.float16))
     assert not native.use_isa("mmx")
     native.product(out[:0], x[:0], weight, 4)
 

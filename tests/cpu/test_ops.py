@@ -319,7 +319,7 @@ def test_the_faster_implementation_is_chosen_once_and_kept(tmp_path):
     assert calls == ["fast"]
     op_module.choices.save()
     op_module.choices.open(tmp_path / "choices.json")
-    assert op_module.choices.get(f"double {double.key(out, x)}") == "fast"
+    assert op_module.choices.get(f"double {double.key(out, x)} of slow fast") == "fast"
 
 
 def test_a_reference_of_last_resort_runs_only_where_nothing_accepts():

@@ -68,6 +68,9 @@ def cases():
             yield bits, rows, lines, columns
 
 
+MANY = ("bfloat16", "tiles")  # for many rows
+
+
 def run_all(op, name, args):
     """The op's reference, or its implementation of that name."""
     if name == "reference":
@@ -78,26 +81,28 @@ def run_all(op, name, args):
     return chosen.run(*args)
 
 
-@pytest.mark.parametrize("name", ["reference", "native", "bfloat16"])
+@pytest.mark.parametrize("name", ["reference", "native", "bfloat16", "tiles"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_against_float64(name, dtype):
+def test_products_against_float64(name, dtype, monkeypatch):
     if name != "reference" and not native.available():
         pytest.skip("the native library was not built")
+    if name == "bfloat16":
+        monkeypatch.setattr(native, "has_tiles", lambda: False)
     digits = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-14
     ran = 0
     for bits, rows, lines, columns in cases():
-        if name == "bfloat16" and rows < packed.LEAST_UNPACKED:
+        if name in MANY and rows < packed.LEAST_UNPACKED:
             continue
         ran += 1
         made, exact = weight(lines, columns, bits, rows)
         x = torch.randn(rows, columns).to(dtype)
         norm, bias = (torch.rand(columns) + 0.5).to(dtype), torch.randn(lines).to(dtype)
-        taken = x.double() if name == "bfloat16" else rounded(x)
+        taken = x.double() if name in MANY else rounded(x)
         # a norm that rounds otherwise in its last bit may put a value on the other side of a half: a step of int8
         wide = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + EPS) * norm.double()
-        after = wide if name == "bfloat16" else rounded(wide.float())
+        after = wide if name in MANY else rounded(wide.float())
         step = 2.0**-6 if name == "native" else 0
-        slack = {"reference": digits, "native": digits, "bfloat16": 2.0**-5}[name]
+        slack = {"reference": digits, "native": digits, "bfloat16": 2.0**-5, "tiles": 2.0**-5}[name]
         for shift in (None, bias):
             plus = 0 if shift is None else shift.double()
             out = torch.full((rows, lines), float("nan"), dtype=dtype)

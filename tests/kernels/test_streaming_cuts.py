@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from flatout.kernels.gpu.device import Facts
-from flatout.kernels.gpu.streaming import EVEN, MOST_TILES, SHARED_MEMORY, STAGES, TAKEN, cut, evenness
+from flatout.kernels.gpu.streaming import EVEN, MOST_TILES, SHARED_MEMORY, STAGES, TAKEN, WARPS, cut, evenness
 
 H200 = Facts((9, 0), 132, 232_448, True)
 FEWER = Facts((9, 0), 78, 232_448, True)
@@ -26,7 +26,7 @@ FEWER = Facts((9, 0), 78, 232_448, True)
 def test_cuts_fit(lines, columns, gated, device):
     c = cut(lines, columns, gated, device)
     assert 1 <= c.tiles <= MOST_TILES and (not gated or c.tiles % 2 == 0)
-    assert c.stages >= 3 and 1 <= c.warps <= 8
+    assert c.stages >= 2 and 1 <= c.warps <= WARPS
     assert c.tiles * c.warps * c.stages * 1024 <= c.shared_memory <= device.shared_memory
     fit = SHARED_MEMORY // (c.shared_memory + TAKEN)
     assert fit == c.most, "as many as are meant to, and no more, find room on a multiprocessor"
@@ -36,11 +36,11 @@ def test_cuts_fit(lines, columns, gated, device):
 
 
 def test_models_on_an_h200():
-    """Within 0.3 % of the best of 60 that were tried in a captured step."""
+    """As they were measured in captured steps of 2 to 16 rows (tests/gpu/sweeps/step.py)."""
     sizes = {"gate": (37888, 3584, True), "down": (3584, 18944, False), "qkv": (4608, 3584, False), "o": (3584, 3584, False)}
     cuts = {name: cut(*size, H200) for name, size in sizes.items()}
     assert {name: (c.tiles, c.warps, c.most) for name, c in cuts.items()} == {
-        "gate": (6, 1, 6), "down": (4, 8, 1), "qkv": (5, 8, 1), "o": (4, 8, 1),
+        "gate": (6, 2, 6), "down": (4, 16, 1), "qkv": (5, 14, 1), "o": (4, 14, 1),
     }  # fmt: skip
 
 

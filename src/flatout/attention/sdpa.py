@@ -36,10 +36,12 @@ class TorchBackend:
     name = "torch"
     cascades = False
 
-    def __init__(self, spec: ModelSpec, block_size: int):
+    def __init__(self, spec: ModelSpec, block_size: int, rows: torch.dtype | None = None):
+        """rows: the type of queries, where the cache has another."""
         self.windows = [group.window for group in spec.cache_groups()]
         self.block_size = block_size
         self.softcap = spec.attn_softcap
+        self.rows = rows
         self.varlen = self.in_place = False
 
     @property
@@ -56,7 +58,7 @@ class TorchBackend:
         if block_size != self.block_size:
             raise ValueError(f"block_size {block_size}: this backend plans for {self.block_size}")
         self.varlen = varlen_runs(device, dtype, spec.head_dim, self.softcap)
-        self.in_place = in_place_runs(device, dtype, spec.head_dim, spec.num_heads // spec.num_kv_heads)
+        self.in_place = in_place_runs(device, self.rows or dtype, dtype, spec.head_dim, spec.num_heads // spec.num_kv_heads)
 
         def cache() -> Tensor:
             # zeros, so that no NaN lies in a slot not written yet. On the CPU numpy's, whose pages cost nothing until touched:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from flatout.attention.backend import AttentionBackend
 from flatout.attention.sdpa import TorchBackend
 from flatout.config import Config, ConfigError
@@ -24,4 +26,4 @@ def select_backend(config: Config, spec: ModelSpec) -> AttentionBackend:
         return TritonBackend(spec, block_size, deterministic=config.device.deterministic, cascade=not config.device.disable_cascade_attn)
     if name != "torch":
         raise ConfigError(f"--attention-backend: {name!r} is not built; use torch or triton")
-    return TorchBackend(spec, block_size)
+    return TorchBackend(spec, block_size, getattr(torch, config.model.dtype))

@@ -51,9 +51,8 @@ class Figures:
     def _share(self, llm: LLM) -> str:
         hardware = detect(llm.config.device.device)
         element = ELEMENT_BYTES[llm.config.model.dtype]
-        needed = weights_read(llm.spec, llm.engine.weight_bytes, element) + kv_read(
-            llm.spec, self.prompt_tokens + self.tokens // 2, element
-        )
+        context = self.prompt_tokens + self.tokens // 2
+        needed = weights_read(llm.spec, llm.engine.weight_bytes, element) + kv_read(llm.spec, context, kv_element(llm))
         roof = ceilings(hardware).reading(needed)
         if self.rate * needed > roof.median:  # nothing beats the roof: it was measured in a busy moment
             roof = ceilings(hardware, refresh=True).reading(needed)
@@ -69,6 +68,11 @@ def weights_read(spec: ModelSpec, weight_bytes: int, element: int) -> int:
         expert = 3 * spec.hidden_size * spec.moe.intermediate_size
         unread += sum(layer.moe for layer in spec.layers) * (spec.moe.num_experts - spec.moe.top_k) * expert
     return weight_bytes - unread * element
+
+
+def kv_element(llm: LLM) -> int:
+    """Bytes of one number in the KV cache."""
+    return ELEMENT_BYTES[llm.config.cache.kv_cache_dtype]
 
 
 def kv_read(spec: ModelSpec, context: int, element: int) -> int:

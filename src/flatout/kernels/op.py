@@ -212,7 +212,7 @@ class Op:
             accepting = {"reference": self.reference, **accepting}
         if len(accepting) == 1:
             return next(iter(accepting.values()))
-        stored = f"{self.name} {key}"
+        stored = f"{self.name} {key} of {' '.join(accepting)}"  # one more to choose from: a choice to be made again
         name = choices.get(stored)
         if choices.surveying and name not in accepting:
             for run in accepting.values():

@@ -1,8 +1,8 @@
 """Ops on weights of 4 or 8 bits in groups of 32 with scales of their own, times rows rounded to int8: packed_linear, packed_add, packed_norm_linear,
 packed_norm_gated, as kernels/linear.py has them for plain weights.
 
-The packed layout is this file's: pack() makes it, unpacked() reads it. On the CPU the native library multiplies them as they lie, or, where that is
-faster for many rows, unpacks them to bfloat16, which torch multiplies. Checkpoint formats are quant/'s. Called by quant/packed.py.
+The packed layout is this file's: pack() makes it, unpacked() reads it. On the CPU the native library multiplies them as they lie; many rows, where
+that is faster, in bfloat16: by the processor's matrix tiles, or unpacked for torch where it has none. Checkpoint formats are quant/'s. Called by quant/packed.py.
 """
 
 from __future__ import annotations
@@ -109,7 +109,11 @@ def _as_bfloat16(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _many(out: Tensor, x: Tensor) -> bool:
-    return _able(out, x) and x.shape[0] >= LEAST_UNPACKED
+    return _able(out, x) and x.shape[0] >= LEAST_UNPACKED and not native.has_tiles()
+
+
+def _tiled(out: Tensor, x: Tensor) -> bool:
+    return _able(out, x) and x.shape[0] >= LEAST_UNPACKED and native.has_tiles()
 
 
 # ---------------------------------------------------------------- linear
@@ -129,6 +133,11 @@ def packed_linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
 @packed_linear.implementation("native", lambda out, x, weight, bias: _able(out, x), native=True)
 def _linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     native.product(out, x, weight, BITS[weight.shape[2]], bias)
+
+
+@packed_linear.implementation("tiles", lambda out, x, weight, bias: _tiled(out, x), native=True)
+def _linear_tiles(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    native.product(out, x, weight, BITS[weight.shape[2]], bias, many=True)
 
 
 @packed_linear.implementation("bfloat16", lambda out, x, weight, bias: _many(out, x))
@@ -154,6 +163,11 @@ def packed_add(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias:
 @packed_add.implementation("native", lambda stream, scratch, x, weight, bias, scale: _able(stream, x), native=True)
 def _add(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> None:
     native.product(stream, x, weight, BITS[weight.shape[2]], bias, add=True, scale=scale)
+
+
+@packed_add.implementation("tiles", lambda stream, scratch, x, weight, bias, scale: _tiled(stream, x), native=True)
+def _add_tiles(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> None:
+    native.product(stream, x, weight, BITS[weight.shape[2]], bias, add=True, scale=scale, many=True)
 
 
 @packed_add.implementation("bfloat16", lambda stream, scratch, x, weight, bias, scale: _many(stream, x))
@@ -182,6 +196,13 @@ def _norm_linear(
     out: Tensor, scratch: Tensor, x: Tensor, norm_weight: Tensor, eps: float, offset: float, weight: Tensor, bias: Tensor | None
 ) -> None:
     native.product(out, x, weight, BITS[weight.shape[2]], bias, norm=(norm_weight, eps, offset))
+
+
+@packed_norm_linear.implementation("tiles", lambda out, scratch, x, *_: _tiled(out, x), native=True)
+def _norm_linear_tiles(
+    out: Tensor, scratch: Tensor, x: Tensor, norm_weight: Tensor, eps: float, offset: float, weight: Tensor, bias: Tensor | None
+) -> None:
+    native.product(out, x, weight, BITS[weight.shape[2]], bias, norm=(norm_weight, eps, offset), many=True)
 
 
 @packed_norm_linear.implementation("bfloat16", lambda out, scratch, x, *_: _many(out, x))
@@ -218,6 +239,14 @@ def _norm_gated(
     bias: Tensor | None, activation: str,
 ) -> None:  # fmt: skip
     native.product(out, x, weight, BITS[weight.shape[2]], bias, norm=(norm_weight, eps, offset), gate=activation)
+
+
+@packed_norm_gated.implementation("tiles", lambda out, scratch, wide, x, *_: _tiled(out, x), native=True)
+def _norm_gated_tiles(
+    out: Tensor, scratch: Tensor, wide: Tensor, x: Tensor, norm_weight: Tensor, eps: float, offset: float, weight: Tensor,
+    bias: Tensor | None, activation: str,
+) -> None:  # fmt: skip
+    native.product(out, x, weight, BITS[weight.shape[2]], bias, norm=(norm_weight, eps, offset), gate=activation, many=True)
 
 
 @packed_norm_gated.implementation("bfloat16", lambda out, scratch, wide, x, *_: _many(out, x))

@@ -1,4 +1,4 @@
-"""From a resolved Config to a warm Runner: decoder, weights, KV pool, warm-up, with the seconds of each phase.
+"""From a resolved Config to a warm Runner: decoder, weights, KV pool, warm-up, with the seconds of each phase; what a config may rely on here.
 
 Runs once at start; nothing here is on the step path. Called by engine.py.
 """
@@ -45,6 +45,11 @@ class Built:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
 
+def abilities(source: ModelSource) -> dict[str, bool]:
+    """What resolve() asks of this installation and file: whether the native library is there, whether weights can be kept as they are."""
+    return {"native": native.available(), "kept": source.gguf is not None and bool(kept_packed(source))}
+
+
 def build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardware) -> Built:
     """`spec` with its rope lengths fixed (ModelSpec.for_length). Raises ModelFileError or ConfigError."""
     with memory_errors_named(config):
@@ -56,9 +61,9 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
     longest, seqs, budget = model.max_model_len, scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     assert longest and seqs and budget and config.device.threads  # resolve() filled them
     device = torch.device(config.device.device)
-    dtype = getattr(torch, model.dtype)
+    dtype, kv_dtype = getattr(torch, model.dtype), getattr(torch, config.cache.kv_cache_dtype)
     backend = select_backend(config, spec)
-    block_bytes = backend.kv_bytes_per_block(spec, block_size, dtype)
+    block_bytes = backend.kv_bytes_per_block(spec, block_size, kv_dtype)
     check_sizes(config, spec, hardware, block_bytes)
     torch.set_num_threads(config.device.threads)
     torch.set_float32_matmul_precision("highest")  # float32 means float32: no TF32
@@ -105,7 +110,7 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
     graphs = DecodeGraphs(runner.executor, runner.slots, block_size, ladder(captured)) if captured else None
     lines = report.lines() + lacking
     if device.type == "cuda":
-        decoder.bind(backend.allocate_kv(spec, 1, block_size, dtype, device))
+        decoder.bind(backend.allocate_kv(spec, 1, block_size, kv_dtype, device))
         if backend.captures:
             lines += _compile_ahead(runner, graphs, _mark(spec, config), longest, seqs, budget, config.device.threads)
             phase("compile")
@@ -119,7 +124,7 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
         return torch.cuda.max_memory_allocated() - before
 
     pool = size_pool(config, spec, hardware, block_bytes, BYTES_BESIDE + BYTES_A_GRAPH * len(graphs.sizes) if graphs else 0, rehearse)
-    decoder.bind(backend.allocate_kv(spec, pool.num_blocks + 1, block_size, dtype, device))
+    decoder.bind(backend.allocate_kv(spec, pool.num_blocks + 1, block_size, kv_dtype, device))
     runner.slots.spare_block(pool.num_blocks)
     phase("KV pool")
     for rows, tokens in _warm_steps(device, seqs, budget):

@@ -26,14 +26,15 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 
 _FILE = Path(__file__).with_name("libflatout.so")
-# FlatoutProduct: x, weight, bias, norm, out; their strides, rows, outputs, columns; types, kind, gate, add; eps, offset, scale.
+# FlatoutProduct: x, weight, bias, norm, out; their strides, rows, outputs, columns; types, kind, gate, add, many; eps, offset, scale.
 # Packing takes 0.2 us where a ctypes.Structure takes 0.9
-_PRODUCT = struct.Struct("5P5q7i3f")
+_PRODUCT = struct.Struct("5P5q8i3f")
 _ATTENTION, _ROTATION = struct.Struct("9P4q7i2f"), struct.Struct("9P4q6i2f")  # FlatoutAttention, FlatoutRotation, in their order
 _GATHER, _GREEDY = struct.Struct("3P5qif"), struct.Struct("2P3q")
+_CHUNK = struct.Struct("5P5q6if")
 _INPUTS, _REMEMBER = struct.Struct("8P4q2i"), struct.Struct("3P2q")
 # by their numbers in a program (FlatoutCall)
-_FUNCTIONS = ("product", "attention", "rotate", "gather", "greedy", "inputs", "remember")
+_FUNCTIONS = ("product", "attention", "rotate", "gather", "greedy", "inputs", "remember", "chunk")
 
 
 def _load() -> ctypes.CDLL | None:
@@ -80,6 +81,11 @@ def keeps(cache: torch.dtype, rows: torch.dtype) -> bool:
 def isa() -> str:
     """The instruction set in use: avx512_vnni, avx2 or scalar."""
     return _native().flatout_isa().decode()
+
+
+def has_tiles() -> bool:
+    """Whether product() does many rows by the machine's matrix tiles (AMX)."""
+    return available() and bool(_native().flatout_has_tiles())
 
 
 def use_isa(name: str) -> bool:
@@ -152,12 +158,14 @@ def product(
     gate: str | None = None,
     add: bool = False,
     scale: float = 1.0,
+    many: bool = False,
 ) -> None:
     """out [T, N] = scale * (x [T, K] @ weight^T + bias), or with add that much more than it was; x is rounded to int8 by groups (native.h).
 
     weight: packed, uint8 [lines / 16, K / 32, bytes]; kind: its bits, 4 or 8. x and out: float32 or bfloat16, rows any way apart.
     norm: (weight [K], eps, offset) of the RMS norm that x passes first. gate: the weight's lines are gates, then ups, and act(gate) * up is
-    the result. bias and the norm's weight are of either type. Takes 2 us on top of the work.
+    the result. bias and the norm's weight are of either type. many: x and weights are rounded to bfloat16 instead, where has_tiles(). Takes 2 us
+    on top of the work.
     """
     blocks, groups, size = weight.shape
     rows, columns = x.shape
@@ -193,6 +201,7 @@ def product(
         kind,
         _GATES[gate],
         add,
+        many,
         eps,
         offset,
         scale,
@@ -283,6 +292,34 @@ def rotate(
         raise ValueError(f"rotate: the native library declines {tuple(qk.shape)} with a cache {tuple(k_cache.shape)}")
 
 
+def chunk(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    where: tuple[int, int] | Tensor,
+    window: int | None,
+    scale: float,
+) -> None:
+    """out [T, heads * D] = attention of q [T, heads * D], neighbouring queries of one row, to its keys: where in the cache (first slot, end), or
+    int64 slots, contiguous; the last query sees the last key. q and out float32 or bfloat16, k_cache and v_cache [slots, kv_heads, D], contiguous,
+    float16 or bfloat16, D a multiple of 32. Multiplies in bfloat16; where has_tiles()."""
+    _, kv_heads, dim = k_cache.shape
+    slots, first, keys = (where.data_ptr(), 0, where.shape[0]) if isinstance(where, Tensor) else (0, where[0], where[1] - where[0])
+    asked = _CHUNK.pack(
+        *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), slots),
+        *(first, q.stride(0), out.stride(0), q.shape[0], keys),
+        *(q.shape[1] // dim, kv_heads, dim, window or 0),
+        _TYPES[q.dtype],
+        _TYPES[k_cache.dtype],
+        scale,
+    )
+    if _declined("chunk", asked):
+        raise ValueError(
+            f"chunk: the native library declines queries {tuple(q.shape)} on a cache {tuple(k_cache.shape)} of {k_cache.dtype}"
+        )
+
+
 def gather(out: Tensor, source: Tensor, indices: Tensor, scale: float = 1.0) -> None:
     """out [S, H] = scale * source [N, H] at indices (int64 [S], contiguous); float32 or bfloat16. IndexError: one that is none of the rows."""
     asked = _GATHER.pack(
@@ -296,8 +333,8 @@ def gather(out: Tensor, source: Tensor, indices: Tensor, scale: float = 1.0) -> 
 
 
 def greedy(ids: Tensor, logits: Tensor) -> None:
-    """ids int64 [S] = the largest of each row of logits float32 [S, V], the lowest id among equals; NaN and -inf count as the lowest finite number,
-    +inf as the highest."""
+    """ids int64 [S] = the largest of each row of logits float32 [S, V], the lowest id among equals; NaN counts as the lowest finite number, +inf as
+    the highest."""
     if _declined("greedy", _GREEDY.pack(logits.data_ptr(), ids.data_ptr(), logits.stride(0), *logits.shape)):
         raise ValueError(f"greedy: the native library declines logits {tuple(logits.shape)}")
 

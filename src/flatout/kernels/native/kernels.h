@@ -44,6 +44,7 @@ struct Kernels {
   int most_rows;  // in a tile: as many sums as the registers hold
 
   float (*norm_factor)(const FlatoutProduct& product, int64_t row);  // rsqrt(mean(x^2) + eps)
+  void (*plain_row)(const FlatoutProduct& product, int64_t row, float factor, float* to);  // of x, normed by its factor if that is asked
   // Groups begin ... end - 1 of row `row` of x, normed by its factor if that is asked, as row `place` of a tile.
   void (*quantise)(const FlatoutProduct& product, int64_t row, float factor, const Tile& tile, int place, int64_t begin, int64_t end);
   Dot dot[2][kMostRows];  // [kind 4, kind 8][rows - 1]

@@ -24,6 +24,8 @@ enum { FLATOUT_NO_GATE = 0, FLATOUT_SILU = 1, FLATOUT_GELU_TANH = 2, FLATOUT_GEL
 // d = max|x| / 127, or 0 where that is under 2^-100, and q = x / d to the nearest, ties to even. Sums within a group are exact, sums of
 // groups float32. A group with anything but finite numbers makes its row's outputs NaN. A row has the same bits in any company and with any
 // number of threads. out may be x.
+//
+// With `many` rows and weights are rounded to bfloat16 instead, and sums are float32: for many rows, where flatout_has_tiles() says so.
 typedef struct {
   const void* x;          // [rows][columns]
   const uint8_t* weight;  // packed; with a gate the gates' lines are followed by as many of the ups
@@ -38,11 +40,15 @@ typedef struct {
   int32_t kind;  // 4 or 8
   int32_t gate;
   int32_t add;
+  int32_t many;
   float eps, offset, scale;
 } FlatoutProduct;
 
 // 0, or 1 for what it cannot do: nothing is written then.
 FLATOUT_API int flatout_product(const FlatoutProduct* product);
+
+// Whether the machine has matrix tiles (AMX), which products of many rows take.
+FLATOUT_API int flatout_has_tiles(void);
 
 // out [lines][columns] = the weight's values, for products of many rows by another library. Answers as flatout_product does.
 FLATOUT_API int flatout_dequantise(const uint8_t* weight, int32_t kind, int64_t lines, int64_t columns, void* out, int64_t out_stride,
@@ -73,6 +79,27 @@ typedef struct {
 
 // 0, or 1 for what it cannot do. A row has the same bits in any company and with any number of threads.
 FLATOUT_API int flatout_attention(const FlatoutAttention* attention);
+
+// Neighbouring queries of one row, the last of which sees the last key and each before it a key less: out = softmax(scale * q k^T) v, with queries,
+// keys, values and weights as bfloat16, sums in float32. Where flatout_has_tiles() says so.
+typedef struct {
+  const void* q;  // [count][heads][dim]
+  const void* k;  // [slots][kv_heads][dim]
+  const void* v;
+  void* out;                      // [count][heads * dim]
+  const int64_t* slots;           // [keys]: where they are, or null: one after the other
+  int64_t first_slot;             // from here on
+  int64_t q_stride, out_stride;   // elements
+  int64_t count, keys;            // keys: at least count
+  int32_t heads, kv_heads;
+  int32_t dim;         // a multiple of 32, at most 256
+  int32_t window;      // keys that are seen, or 0: all
+  int32_t type;        // of q and out
+  int32_t cache_type;  // float16 or bfloat16
+  float scale;
+} FlatoutChunk;
+
+FLATOUT_API int flatout_chunk(const FlatoutChunk* chunk);
 
 // Queries and keys normed (head by head) and rotated where they lie; then keys and values to their slots of the cache.
 typedef struct {
@@ -106,7 +133,7 @@ typedef struct {
 
 FLATOUT_API int flatout_gather(const FlatoutGather* gather);
 
-// ids[row] = where the row's largest logit is, the first among equals. NaN and -inf count as the lowest finite number, +inf as the highest.
+// ids[row] = where the row's largest logit is, the first among equals. NaN counts as the lowest finite number, +inf as the highest.
 typedef struct {
   const float* logits;  // [rows][width]
   int64_t* ids;
@@ -147,7 +174,8 @@ enum {
   FLATOUT_CALL_GATHER = 3,
   FLATOUT_CALL_GREEDY = 4,
   FLATOUT_CALL_INPUTS = 5,
-  FLATOUT_CALL_REMEMBER = 6
+  FLATOUT_CALL_REMEMBER = 6,
+  FLATOUT_CALL_CHUNK = 7
 };
 
 typedef struct {

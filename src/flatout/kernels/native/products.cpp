@@ -4,6 +4,7 @@
 // Rows are normed and quantised once, then blocks of 16 lines are shared out; a block stays in the L1 while all tiles of rows pass it, and
 // a gate's goes with its up's. No two parts write the same output, so threads cannot change a bit.
 
+#include "amx.h"
 #include "kernels.h"
 #include "pool.h"
 #include "scratch.h"
@@ -91,8 +92,36 @@ void multiply(const FlatoutProduct& p, const Kernels& k, const Rows& rows) {
   });
 }
 
+// By AMX. False: no memory.
+bool multiply_many(const FlatoutProduct& p, const Kernels& k) {
+  const int64_t blocks = p.outputs / kLines, pairs = p.gate ? blocks : (blocks + 1) / 2;
+  const int parts = static_cast<int>(std::min<int64_t>(threads() * kPartsEach, std::max(pairs, p.rows)));
+  const int64_t x_bytes = amx::padded(p.rows) * p.columns * 2, each = amx::scratch_bytes(p.rows, p.columns);
+  char* memory = scratch.at_least(static_cast<size_t>(x_bytes + parts * each));
+  if (!memory) return false;
+  uint16_t* x = reinterpret_cast<uint16_t*>(memory);
+  share(parts, [&](int part) {
+    float* row = reinterpret_cast<float*>(memory + x_bytes + part * each);
+    const int64_t all = amx::padded(p.rows);
+    for (int64_t r = all * part / parts; r < all * (part + 1) / parts; r++) {
+      const bool real = r < p.rows;
+      if (real) k.plain_row(p, r, p.norm ? k.norm_factor(p, r) : 1.0f, row);
+      amx::round_row(real ? row : nullptr, p.columns, r, x);
+    }
+  });
+  share(parts, [&](int part) {
+    for (int64_t i = pairs * part / parts; i < pairs * (part + 1) / parts; i++) {
+      const int64_t first = p.gate ? i : 2 * i, second = p.gate ? blocks + i : std::min(2 * i + 1, blocks - 1);
+      amx::pair(p, x, first, second, memory + x_bytes + part * each);
+    }
+  });
+  return true;
+}
+
 }  // namespace
 }  // namespace flatout
+
+FLATOUT_API int flatout_has_tiles(void) { return flatout::amx::available(); }
 
 FLATOUT_API int flatout_product(const FlatoutProduct* product) {
   using namespace flatout;
@@ -100,6 +129,11 @@ FLATOUT_API int flatout_product(const FlatoutProduct* product) {
   const FlatoutProduct& p = *product;
   if (p.rows == 0) return 0;
   const Kernels& k = kernels();
+  if (p.many) {
+    if (!amx::available()) return 1;
+    Turn turn;
+    return !multiply_many(p, k);
+  }
   char* memory = scratch.at_least(Rows::bytes(p.rows, p.columns));
   if (!memory) return 1;
   Turn turn;

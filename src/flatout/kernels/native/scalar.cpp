@@ -3,7 +3,6 @@
 
 #include "kernels.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <type_traits>

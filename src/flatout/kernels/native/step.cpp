@@ -35,6 +35,7 @@ int call(const FlatoutCall& c) {
     case FLATOUT_CALL_GREEDY: return called(flatout_greedy, c.operands);
     case FLATOUT_CALL_INPUTS: return called(flatout_inputs, c.operands);
     case FLATOUT_CALL_REMEMBER: return called(flatout_remember, c.operands);
+    case FLATOUT_CALL_CHUNK: return called(flatout_chunk, c.operands);
     default: return 1;
   }
 }

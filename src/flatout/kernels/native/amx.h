@@ -1,0 +1,28 @@
+// Many rows by AMX: products (amx.cpp), which products.cpp asks for, and attention (amx_attention.cpp).
+
+#ifndef FLATOUT_AMX_H
+#define FLATOUT_AMX_H
+
+#include "kernels.h"
+
+namespace flatout {
+namespace amx {
+
+bool available();  // the processor has it, the system lets this process use it, and AVX-512's kernels are in use
+
+constexpr int64_t padded(int64_t rows) { return (rows + 31) / 32 * 32; }  // rows of x that pair() reads
+
+// x, or zeros where that is null, as row `row` of to, in tiles: bfloat16 [padded rows / 16][columns / 32][16][32]
+void round_row(const float* x, int64_t columns, int64_t row, uint16_t* to);
+
+int64_t scratch_bytes(int64_t rows, int64_t columns);  // of one pair(), aligned to 64
+
+// Two blocks of 16 lines, or one where both are the same, of all rows x, as round_row() laid them out; with a gate its block and its up's.
+void pair(const FlatoutProduct& product, const uint16_t* x, int64_t first, int64_t second, char* scratch);
+
+int chunk(const FlatoutChunk& chunk);  // flatout_chunk(), where available()
+
+}  // namespace amx
+}  // namespace flatout
+
+#endif
