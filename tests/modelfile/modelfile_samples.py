@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import k_quants
 import numpy as np
 import torch
 import transformers as tf
@@ -80,6 +81,13 @@ def _pairs(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
+def quantised(value: np.ndarray, kind: str) -> np.ndarray:
+    """uint8 [rows, bytes] of float32 [rows, columns]."""
+    if kind.endswith("_K"):
+        return k_quants.quantised(value, kind)
+    return gguf.quants.quantize(value, gguf.GGMLQuantizationType[kind]).view(np.uint8)
+
+
 def write_gguf(model: Any, path: Path, *, types: dict[str, str] | None = None, **extra: Any) -> Path:
     """The model as llama.cpp's converter would write it. `types`: part of a tensor's name -> quantised type. `extra`: more metadata."""
     config, family = model.config, model.config.model_type.removesuffix("_text")
@@ -131,7 +139,7 @@ def write_gguf(model: Any, path: Path, *, types: dict[str, str] | None = None, *
             w.add_tensor(name, value)
         else:
             raw_type = gguf.GGMLQuantizationType[kind]
-            w.add_tensor(name, gguf.quants.quantize(value, raw_type), raw_dtype=raw_type)
+            w.add_tensor(name, quantised(value, kind), raw_dtype=raw_type)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()

@@ -1,4 +1,4 @@
-"""GGUF files whose projections stay packed: which ones can, and that they hold the file's own weights."""
+"""GGUF files whose projections stay packed: which ones can, that they hold the file's own weights or are as near as 8 bits are, and logits."""
 
 from __future__ import annotations
 
@@ -6,16 +6,29 @@ import numpy as np
 import pytest
 import torch
 from modelfile_samples import config_of, model_of, write_gguf
+from network import Network, Sequence
 from test_load_families import load
 
 from flatout.bench import twin
 from flatout.config import ModelConfig
 from flatout.kernels.packed import unpacked
 from flatout.modelfile.sources import resolve_model
+from flatout.modelfile.spec import ModelFileError
 from flatout.models.decoder import Decoder
 from flatout.models.load import kept_packed, load_weights
 
+PROJECTIONS = ("ffn_gate.w", "ffn_up.w", "ffn_down.w", "attn_q.w", "attn_k.w", "attn_v.w", "attn_output.w", "token_embd", "output.w")
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 160}
+
+# whole blocks of the K types
+K_WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 160,
+}
 
 
 def source_of(path):
@@ -23,21 +36,18 @@ def source_of(path):
 
 
 def packed_load(source, packed):
-    spec = source.spec.for_length(64) if hasattr(source.spec, "for_length") else source.spec
-    decoder = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"), max_tokens=4, max_logits=2, max_model_len=64, packed=packed)
+    spec = source.spec.for_length(64)
+    decoder = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"), max_tokens=32, max_logits=4, max_model_len=64, packed=packed)
     report = load_weights(decoder, source)
     return {name: d.tensor for name, d in decoder.destinations().items()}, report, decoder
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])  # of llama rows of q and k lie in pairs, of qwen2 there are biases
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
 def test_the_files_own_weights(tmp_path, family, kind):
-    types = dict.fromkeys(
-        ("ffn_gate.w", "ffn_up.w", "ffn_down.w", "attn_q.w", "attn_k.w", "attn_v.w", "attn_output.w", "token_embd", "output.w"), kind
-    )
-    path = write_gguf(model_of(config_of(family, **WIDE)), tmp_path / "m.gguf", types={"norm": "F32", **types})
-    source = source_of(path)
-    bits = 8 if kind == "Q8_0" else 4
+    types = {"norm": "F32", **dict.fromkeys(PROJECTIONS, kind)}
+    source = source_of(write_gguf(model_of(config_of(family, **WIDE)), tmp_path / "m.gguf", types=types))
+    bits = 4 if kind.startswith("Q4") else 8
     packed = kept_packed(source)
     layers = source.spec.num_layers
     parts = [f"layers.{i}.{part}" for i in range(layers) for part in ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")]
@@ -66,27 +76,86 @@ def test_the_benchmarks_twin_gets_the_same_weights(tmp_path):
         assert torch.equal(packed[name], value), name
 
 
-def test_of_mixed_types_what_can(tmp_path):
-    """As quantisers mix them: a q of other bits than k and v, a down that nothing keeps, a head of floats."""
-    types = {
-        "ffn_gate": "Q4_0",
-        "ffn_up": "Q4_1",
-        "ffn_down": "Q5_0",
-        "attn_q.w": "Q8_0",
-        "attn_k.w": "Q4_0",
-        "attn_v.w": "Q4_0",
-        "attn_output": "Q8_0",
-    }
-    source = source_of(write_gguf(model_of(config_of("qwen3", **WIDE)), tmp_path / "m.gguf", types={"norm": "F32", **types}))
+def near(found: torch.Tensor, wanted: torch.Tensor, bits: int) -> bool:
+    """As near as rounding leaves it, by the largest of each group: of 8 bits half a step, a 254th; of 4 bits 2^-11 of 15 scales and a minimum, which
+    are together up to three times the largest."""
+    groups = wanted.unflatten(1, (-1, 32))
+    most = groups.abs().amax(-1, keepdim=True) * {8: 1.001 / 254, 4: 4 / 2048}[bits]
+    return bool(torch.all((found.unflatten(1, (-1, 32)) - groups).abs() <= most))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q5_1"])
+def test_what_is_rounded_is_near_and_told(tmp_path, family, kind):
+    types = {"norm": "F32", **dict.fromkeys(PROJECTIONS, kind)}
+    source = source_of(write_gguf(model_of(config_of(family, **K_WIDE)), tmp_path / "m.gguf", types=types))
     packed = kept_packed(source)
-    assert packed == {
-        f"layers.{i}.{part}": bits for i in range(source.spec.num_layers) for part, bits in (("mlp.gate_up", 4), ("attn.o", 8))
-    }
+    bits = 4 if kind == "Q4_K" else 8
+    assert len(packed) == 4 * source.spec.num_layers + 1 and set(packed.values()) == {bits}
     plain, _ = load(source)
     found, report, _ = packed_load(source, packed)
     for name, value in found.items():
-        assert torch.equal(unpacked(value) if name.removesuffix(".weight") in packed else value, plain[name]), name
-    assert report.schemes["mlp"] == {("Q4_0", "5.0 bits"), ("Q4_1", "5.0 bits"), ("Q5_0", "float32")}
+        if name.removesuffix(".weight") in packed:
+            wanted = plain.get(name, plain["embed.weight"])
+            assert near(unpacked(value), wanted, bits) and not torch.equal(unpacked(value), wanted), name
+        else:
+            assert torch.equal(value, plain[name]), name
+    told = "Q4_K -> 5.0 bits (scales rounded)" if bits == 4 else f"{kind} -> 8.5 bits (rounded again)"
+    scheme = next(line for line in report.lines() if line.startswith("scheme"))
+    assert f"mlp {told}" in scheme or f"{told}; " in scheme
+
+
+def test_a_projection_of_mixed_types_has_the_bits_of_its_widest(tmp_path):
+    """As quantisers mix them: a v of more bits than q and k, a down of another type in every layer, a head of floats."""
+    types = {
+        "ffn_gate": "Q4_0",
+        "ffn_up": "Q4_1",
+        "blk.0.ffn_down": "Q4_K",
+        "blk.1.ffn_down": "Q6_K",
+        "attn_q.w": "Q4_K",
+        "attn_k.w": "Q4_0",
+        "attn_v.w": "Q6_K",
+        "attn_output": "Q5_K",
+    }
+    model = model_of(config_of("llama", **K_WIDE, attention_bias=False))
+    source = source_of(write_gguf(model, tmp_path / "m.gguf", types={"norm": "F32", **types}))
+    packed = kept_packed(source)
+    wanted = {"mlp.gate_up": (4, 4), "mlp.down": (4, 8), "attn.qkv": (8, 8), "attn.o": (8, 8)}
+    assert packed == {f"layers.{i}.{part}": bits[i] for part, bits in wanted.items() for i in range(2)}
+    plain, _ = load(source)
+    found, report, _ = packed_load(source, packed)
+    for name, value in found.items():
+        bits = packed.get(name.removesuffix(".weight"))
+        assert near(unpacked(value), plain[name], bits) if bits else torch.equal(value, plain[name]), name
+    gate_up, qkv = (unpacked(found[f"layers.0.{name}.weight"]) for name in ("mlp.gate_up", "attn.qkv"))
+    assert torch.equal(gate_up, plain["layers.0.mlp.gate_up.weight"])
+    assert torch.equal(qkv[256:384], plain["layers.0.attn.qkv.weight"][256:384])  # k: what Q4_0 says 8 bits say too
+    assert report.schemes["attention"] >= {
+        ("Q4_K", "8.5 bits (rounded again)"),
+        ("Q4_0", "8.5 bits"),
+        ("Q6_K", "8.5 bits (rounded again)"),
+        ("Q5_K", "8.5 bits (rounded again)"),
+    }
+    assert report.schemes["mlp"] >= {("Q4_K", "5.0 bits (scales rounded)"), ("Q6_K", "8.5 bits (rounded again)"), ("Q4_1", "5.0 bits")}
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "F32"])
+def test_one_part_of_floats_keeps_its_projection_plain(tmp_path, kind):
+    types = {
+        "ffn_gate": "Q4_0",
+        "ffn_up": kind,
+        "ffn_down": "Q5_0",
+        "attn_q.w": "Q8_0",
+        "attn_k.w": kind,
+        "attn_v.w": "Q4_0",
+        "attn_output": kind,
+    }
+    source = source_of(write_gguf(model_of(config_of("qwen3", **WIDE)), tmp_path / "m.gguf", types={"norm": "F32", **types}))
+    assert kept_packed(source) == {f"layers.{i}.mlp.down": 8 for i in range(source.spec.num_layers)}
+    plain, _ = load(source)
+    found, _, _ = packed_load(source, kept_packed(source))
+    for name, value in found.items():
+        assert torch.equal(unpacked(value) if name.endswith("down.weight") else value, plain[name]), name
 
 
 def test_rows_that_fill_no_block_are_unpacked(tmp_path):
@@ -94,6 +163,46 @@ def test_rows_that_fill_no_block_are_unpacked(tmp_path):
     types = dict.fromkeys(("attn_q.w", "attn_k.w", "attn_v.w", "token_embd", "ffn_down"), "Q8_0")
     source = source_of(write_gguf(model_of(config_of("qwen3", **odd)), tmp_path / "m.gguf", types={"norm": "F32", **types}))
     assert set(kept_packed(source)) == {f"layers.{i}.mlp.down" for i in range(source.spec.num_layers)}
+
+
+@pytest.mark.parametrize(("width", "kept"), [(96, True), (40, False)])
+def test_gates_and_ups_in_one_tensor_are_whole_blocks_each(tmp_path, width, kept):
+    config = config_of("phi3", **WIDE | {"intermediate_size": width})
+    source = source_of(write_gguf(model_of(config), tmp_path / "m.gguf", types={"norm": "F32", "ffn_up": "Q8_0"}))
+    assert set(kept_packed(source)) == {f"layers.{i}.mlp.gate_up" for i in range(source.spec.num_layers) if kept}
+
+
+def test_scales_that_do_not_fit_are_refused_by_name(tmp_path):
+    model = model_of(config_of("qwen3", **K_WIDE))
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 7] = 2e6
+    source = source_of(write_gguf(model, tmp_path / "m.gguf", types={"norm": "F32", "ffn_down": "Q4_K"}))
+    load(source)
+    with pytest.raises(
+        ModelFileError, match=r"m.gguf: blk.1.ffn_down.weight: scales that float16 does not hold; leave out --quantization gguf"
+    ):
+        packed_load(source, kept_packed(source))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "mixed"])
+def test_logits_are_those_of_the_unpacked_weights(tmp_path, family, kind):
+    """But for what rounding rows and values to 8 bits costs."""
+    types = dict.fromkeys(PROJECTIONS, "Q4_K" if kind == "mixed" else kind)
+    if kind == "mixed":
+        types |= {"attn_v.w": "Q6_K", "token_embd": "Q6_K", "output.w": "Q6_K"}
+        types = {"blk.1.ffn_down": "Q6_K", **types}
+    source = source_of(write_gguf(model_of(config_of(family, **K_WIDE)), tmp_path / "m.gguf", types={"norm": "F32", **types}))
+    ids = np.random.default_rng(0).integers(0, 160, 24).tolist()
+    logits = []
+    for packed in ({}, kept_packed(source)):
+        network = Network(packed_load(source, packed)[2])
+        sequence = Sequence()
+        [prompt] = network.step([(sequence, ids[:20])])
+        logits.append(np.concatenate([prompt, *(network.step([(sequence, [token])])[0] for token in ids[20:])]))
+    plain, found = logits
+    off = np.sqrt(np.square(found - plain).mean() / plain.var())
+    assert 1e-4 < off < 0.03
 
 
 def test_experts_stay_unpacked(tmp_path):

@@ -23,7 +23,7 @@ BITS = {size: bits for bits, size in BYTES.items()}
 LEAST_UNPACKED = 16  # rows from which unpacking is worth trying
 
 
-def pack(values: Tensor, scales: Tensor, minima: Tensor | None) -> Tensor:
+def pack(values: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
     """uint8 [lines / 16, columns / 32, BYTES] of values uint8 [lines, columns / 32, 32] and float16 [lines, columns / 32].
 
     With minima a weight is scale * value + minimum, its value of 4 bits; without scale * (value - 128). A byte of 4 bits holds column c of the
@@ -33,8 +33,8 @@ def pack(values: Tensor, scales: Tensor, minima: Tensor | None) -> Tensor:
     bits = 8 if minima is None else 4
     if bits == 4:
         values = values[..., : GROUP // 2] | (values[..., GROUP // 2 :] << 4)
-    lanes = values.view(lines // LINES, LINES, groups, -1, 4).permute(0, 2, 3, 1, 4)
-    parts = [lanes.reshape(lines // LINES, groups, -1)]
+    lanes = values.view(torch.int32).view(lines // LINES, LINES, groups, -1).permute(0, 2, 3, 1).contiguous()
+    parts = [lanes.view(torch.uint8).view(lines // LINES, groups, -1)]
     for each in (scales,) if minima is None else (scales, minima):
         parts.append(each.view(lines // LINES, LINES, groups).transpose(1, 2).contiguous().view(torch.uint8))
     return torch.cat(parts, 2)

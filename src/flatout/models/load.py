@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +29,7 @@ from flatout.models.registry import NUMBER, Skipped, Target, names_of
 from flatout.models.report import LoadReport
 from flatout.models.staging import Staging
 from flatout.quant import gguf
+from flatout.quant.packed import bits_of
 
 SHOWN = 4  # names that an error lists before it counts the rest
 LARGEST_FLOAT16 = 65504.0
@@ -93,10 +93,10 @@ def load_weights(decoder: Loadable, source: ModelSource, *, seed: int = 0) -> Lo
 
 
 def kept_packed(source: ModelSource) -> dict[str, int]:
-    """Bits of the projections of a GGUF file that can stay as they are, for Decoder(packed=...): all tensors of one must be of like types, and of
-    whole blocks of rows."""
+    """Bits of the projections of a GGUF file that can stay packed, for Decoder(packed=...): all tensors of one must be quantised and of whole blocks
+    of rows. It has the bits of the tensor that needs most."""
     assert source.gguf is not None
-    names, found = names_of(source.spec), dict[str, set[int]]()
+    names, found = names_of(source.spec), dict[str, list[int]]()
     stored = {name: (names.target(name), tensor) for name, tensor in source.gguf.tensors.items()}
     for target, tensor in stored.values():
         if not isinstance(target, Target):
@@ -105,8 +105,11 @@ def kept_packed(source: ModelSource) -> dict[str, int]:
         if name == "embed.weight" and source.spec.tie_embeddings:
             name = "head.weight"
         if PACKABLE.fullmatch(name):
-            found.setdefault(name.removesuffix(".weight"), set()).add(gguf.kept_bits(tensor.type.name, tensor.shape))
-    return {name: max(bits) for name, bits in found.items() if len(bits) == 1 and max(bits)}
+            rows, *columns = tensor.shape
+            if name.endswith("gate_up.weight") and target.segment is None:
+                rows //= 2  # gates and ups are blocks of their own
+            found.setdefault(name.removesuffix(".weight"), []).append(gguf.kept_bits(tensor.type.name, (rows, *columns)))
+    return {name: max(bits) for name, bits in found.items() if all(bits)}
 
 
 def _plan(destinations: Mapping[str, Destination], source: ModelSource, report: LoadReport) -> list[_Move]:
@@ -126,8 +129,10 @@ def _plan(destinations: Mapping[str, Destination], source: ModelSource, report: 
             # a head that is packed for itself though it is tied has the embedding's tensor too
             also = [replace(target, name="head.weight")] if target.name == "embed.weight" and source.spec.tie_embeddings else []
             for where in [target, *(t for t in also if t.name in destinations)]:
-                moves.append(_Move(name, tensor, where, destinations[where.name]))
-                report.add_scheme(where.name, moves[-1].kind, destinations[where.name])
+                move = _Move(name, tensor, where, destinations[where.name])
+                moves.append(move)
+                change = gguf.change(move.kind, bits_of(move.destination.tensor)) if move.destination.lines > 1 else ""
+                report.add_scheme(where.name, move.kind, move.destination, change)
     if unknown:
         raise ModelFileError(
             f"{source.name}: the checkpoint holds tensors that {source.spec.architecture} has no place for: {_some(unknown)}"
@@ -249,11 +254,15 @@ def _write(move: _Move, value: Tensor, spec: ModelSpec, copy: Copy) -> None:
 
 
 def _write_packed(move: _Move, stored: GGUFTensor, spec: ModelSpec, copy: Copy) -> None:
-    """As the file has it, laid out anew."""
-    target, (rows, columns) = move.target, stored.shape
-    heads = spec.num_heads if target.segment == "q" else spec.num_kv_heads
-    arrange = partial(_halves, heads=heads) if target.paired_heads else lambda part: part
-    move.destination.write(gguf.repacked(stored.data, stored.type.name, (rows, columns), arrange), target.segment, target.expert, copy)
+    """In groups with scales, as the file has it, laid out anew."""
+    target, (rows, columns), order = move.target, stored.shape, None
+    if target.paired_heads:
+        order = _halves(torch.arange(rows), spec.num_heads if target.segment == "q" else spec.num_kv_heads).numpy()
+    try:
+        value = gguf.repacked(stored.data, move.kind, (rows, columns), bits_of(move.destination.tensor), order)
+    except ValueError as e:
+        raise ModelFileError(f"{stored.file}: {move.name}: {e}; leave out --quantization gguf") from None
+    move.destination.write(value, target.segment, target.expert, copy)
 
 
 def _halves(value: Tensor, heads: int) -> Tensor:

@@ -28,7 +28,7 @@ class LoadReport:
     used: int = 0  # tensors of the checkpoint
     skipped: dict[str, list[str]] = field(default_factory=dict)  # reason -> names
     missing: int = 0  # always 0 in a report that you get to see: a missing tensor is an error
-    schemes: dict[str, set[tuple[str, str]]] = field(default_factory=dict)  # part -> (stored type, held dtype)
+    schemes: dict[str, set[tuple[str, str]]] = field(default_factory=dict)  # part -> (stored type, how it is held)
     seconds: float = 0.0
 
     def add_parameters(self, name: str, destination: Destination) -> None:
@@ -40,9 +40,10 @@ class LoadReport:
         if self.kind == "dummy":
             self.add_scheme(name, "random", destination)
 
-    def add_scheme(self, name: str, stored: str, destination: Destination) -> None:
+    def add_scheme(self, name: str, stored: str, destination: Destination, change: str = "") -> None:
+        """change: what else happened to its values, in words."""
         part = next((part for word, part in PARTS if word in name), "other")
-        self.schemes.setdefault(part, set()).add((stored, _held(destination)))
+        self.schemes.setdefault(part, set()).add((stored, _held(destination) + (f" ({change})" if change else "")))
 
     def skip(self, name: str, reason: str) -> None:
         self.skipped.setdefault(reason, []).append(name)

@@ -1,6 +1,6 @@
 """Weights kept in 4 or 8 bits, in groups of 32 columns with scales of their own; the rows they meet are rounded to int8.
 
-For projections of GGUF files whose types say the same (quant/gguf.py:parts). Called by layers/linear.py.
+For projections of GGUF files (quant/gguf.py:repacked). Called by layers/linear.py and models/load.py.
 """
 
 from __future__ import annotations
@@ -8,8 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatout.kernels.packed import BYTES, GROUP, LINES, packed_add, packed_linear, packed_norm_gated, packed_norm_linear
+from flatout.kernels.packed import BITS, BYTES, GROUP, LINES, packed_add, packed_linear, packed_norm_gated, packed_norm_linear
 from flatout.quant.scheme import RmsNorm
+
+
+def bits_of(weight: Tensor) -> int:
+    """4 or 8: of a packed weight [lines / 16, columns / 32, bytes]."""
+    return BITS[weight.shape[2]]
 
 
 class Packed:
