@@ -47,7 +47,7 @@ EXTRAS = {
     "server": {"msgspec", "zmq", "starlette", "uvicorn"},
     "modelfile": {"huggingface_hub"},
     "llm": {"rich"},  # the progress bar, where it is installed
-    "bench": {"transformers"},
+    "bench": {"transformers", "llama_cpp"},
 }
 
 
@@ -134,10 +134,11 @@ def test_no_cycle_between_files():
         walk(name, ())
 
 
-def test_transformers_is_the_benchmarks_alone():
-    users = {str(p.relative_to(SRC)) for p in FILES if any(n.split(".")[0] == "transformers" for n in imports(p))}
-    assert users <= {"bench/twin.py"}
-    assert not any(n.split(".")[0] == "transformers" for p in FILES for n in imports(p, at_import=True))
+@pytest.mark.parametrize(("engine", "file"), [("transformers", "bench/twin.py"), ("llama_cpp", "bench/llamacpp.py")])
+def test_other_engines_are_the_benchmarks_alone(engine, file):
+    users = {str(p.relative_to(SRC)) for p in FILES if any(n.split(".")[0] == engine for n in imports(p))}
+    assert users <= {file}
+    assert not any(n.split(".")[0] == engine for p in FILES for n in imports(p, at_import=True))
 
 
 # top-level packages that `import` of the named module must not load

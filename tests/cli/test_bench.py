@@ -28,24 +28,6 @@ HASHES = {
     "shared_prefix": "ec41611d",
     "long_decode": "096e8d3f",
 }
-TINY = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=300,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-)
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    return str(tmp_path)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,7 +113,7 @@ def test_offline_tells_its_flags(help_flag, capsys):
     [
         (["--repeats", "0"], "--repeats: must be at least 1, got 0"),
         (["--kernels"], "--kernels: needs a CUDA device"),
-        (["--work", "batch9"], "--work: 'batch9' is not a workload (did you mean batch8?)"),
+        (["--work", "batch9"], "--work: 'batch9' is not known (did you mean batch8?)"),
         (["--output", "/nowhere/figures.json"], "--output: /nowhere/figures.json: No such file or directory"),
     ],
 )
@@ -181,9 +163,9 @@ def test_compare_is_the_same_model(default_model, monkeypatch, capsys):
     argv = ["--dtype", "float32", "--new-tokens", "4", "--prefill", "16", "--repeats", "1", "--max-model-len", "512", "--threads", "1"]
     assert main(["bench", "compare", "--json", "--quiet", *argv]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [c["agree"] for c in report["cases"]] == [4, 4, 1]
-    for case in report["cases"]:
-        assert case["ratio"] == pytest.approx(case["ours"] / case["theirs"])
+    assert [row["agree"]["Transformers"] for row in report["rows"]] == [4, 4, 1]
+    for row in report["rows"]:
+        assert row["ratios"]["Transformers"] == pytest.approx(row["medians"]["flatout"] / row["medians"]["Transformers"])
 
 
 def test_compare_with_random_weights(tiny, capsys):

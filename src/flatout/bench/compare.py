@@ -1,61 +1,24 @@
 """`flatout bench compare`: the same model, threads and arithmetic here and in Transformers' generate, in one process, turn by turn.
 
-Decode at batch 1 and 8 and one long prefill; medians and their ratios. Transformers is imported here only, and only when this runs.
+Decode at batch 1 and 8 and one long prefill; medians and their ratios. Transformers is imported by twin.py, and only when this runs.
 Also `python -m flatout.bench.compare`. Called by cli/__init__.py.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from statistics import median
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
+from flatout.bench.turns import OURS, Case, lines, our_engine, peer_engine, take_turns
 from flatout.bench.twin import Twin
 from flatout.cli.flags import Parser, add_config_flags, config_options
-from flatout.cli.terminal import open_llm, table
+from flatout.cli.terminal import open_llm
 from flatout.config import ConfigError
-from flatout.request import SamplingParams
 
-if TYPE_CHECKING:
-    from flatout.llm import LLM
-
-
+THEIRS = "Transformers"
 PROMPT = 128  # tokens before a decode
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    batch: int
-    prompt: int  # tokens
-    new: int  # tokens
-
-
-@dataclass(frozen=True)
-class Run:
-    """Of one engine on one case, in seconds; `tokens` are the first request's."""
-
-    ttft: float  # until every request has its first token
-    decode: float  # from the first token of any request to the end
-    tokens: list[int]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    case: Case
-    ours: float  # median tok/s: decoded tokens, or prompt tokens for a prefill
-    theirs: float
-    agree: int | None  # leading greedy tokens of the first request that both engines chose; None: their weights differ
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.theirs
 
 
 def configure(parser: Parser) -> None:
@@ -81,10 +44,10 @@ def run(args: Namespace) -> int:
     ]
     with open_llm(config_options(args), args.quiet) as llm:
         twin = Twin(llm)
-        engines: tuple[Callable[[list[list[int]], int], Run], ...] = (lambda p, n: _ours(llm, p, n), lambda p, n: _theirs(twin, p, n))
-        comparisons = [_compare(case, engines, args.repeats, llm.spec.vocab_size) for case in cases]
+        engines = {OURS: our_engine(llm), THEIRS: peer_engine(twin)}
+        rows = [take_turns(case, engines, args.repeats, llm.spec.vocab_size) for case in cases]
         if not twin.same_weights:
-            comparisons = [replace(c, agree=None) for c in comparisons]
+            rows = [replace(row, agree={}) for row in rows]
         model = llm.config.model
         facts = {
             "model": llm.facts.model,
@@ -94,54 +57,11 @@ def run(args: Namespace) -> int:
             **twin.versions,
         }
     if args.json:
-        print(json.dumps({**facts, "cases": [{**asdict(c), "ratio": c.ratio} for c in comparisons]}, indent=1))
+        print(json.dumps({**facts, "rows": [row.facts() for row in rows]}, indent=1))
     else:
         print(", ".join(f"{key} {value}" for key, value in facts.items()))
-        rows = [
-            (c.case.name, f"{c.ours:,.1f}", f"{c.theirs:,.1f}", f"{c.ratio:.2f}x", "-" if c.agree is None else f"{c.agree} of {c.case.new}")
-            for c in comparisons
-        ]
-        columns = ("tok/s", "flatout", "Transformers", "ratio", "same greedy tokens")
-        print("\n".join(table(columns, rows, widths=(18, 10, 12, 8, 18), left=1)))
-    return int(args.check and any(c.ratio <= 1 for c in comparisons))
-
-
-def _compare(case: Case, engines: tuple[Callable[[list[list[int]], int], Run], ...], repeats: int, vocab_size: int) -> Comparison:
-    """Engines take turns, on new prompts each time so that no cache helps; the first turn warms up and does not count."""
-    rng = random.Random(case.name)
-    runs: tuple[list[Run], list[Run]] = ([], [])
-    for _ in range(repeats + 1):
-        prompts = [[rng.randrange(10, vocab_size) for _ in range(case.prompt)] for _ in range(case.batch)]
-        for engine, side in zip(engines, runs):
-            side.append(engine(prompts, case.new))
-    ours, theirs = (median(_rate(case, run) for run in side[1:]) for side in runs)
-    agree = min(_common(a.tokens, b.tokens) for a, b in zip(*runs))
-    return Comparison(case, ours, theirs, agree)
-
-
-def _rate(case: Case, run: Run) -> float:
-    """Tokens per second: of the prompt for a prefill, else of all that was decoded after the first."""
-    return case.prompt / run.ttft if case.new == 1 else case.batch * (case.new - 1) / run.decode
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Length of the common beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
-def _ours(llm: LLM, prompts: list[list[int]], new: int) -> Run:
-    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    timings = [o.timing for o in outputs if o.timing is not None]
-    first = [t.first_token for t in timings]
-    ttft = max(first) - min(t.arrival for t in timings)
-    return Run(ttft, max(t.finished for t in timings) - min(first), outputs[0].outputs[0].token_ids)
-
-
-def _theirs(twin: Twin, prompts: list[list[int]], new: int) -> Run:
-    begin = time.perf_counter()
-    tokens, times = twin.generate(prompts, new)
-    return Run(times[0] - begin, times[-1] - times[0], tokens[0])
+        print("\n".join(lines(rows, (THEIRS,))))
+    return int(args.check and any(ratio <= 1 for row in rows for ratio in row.ratios.values()))
 
 
 if __name__ == "__main__":

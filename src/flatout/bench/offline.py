@@ -24,7 +24,7 @@ from flatout.bench.account import Account, account
 from flatout.bench.kernels import KernelTime, kernel_lines, kernel_times
 from flatout.bench.workloads import NAMES, Work, fold, workload
 from flatout.cli.figures import ELEMENT_BYTES, kv_element, kv_read, weights_read
-from flatout.cli.flags import Parser, UsageError, add_config_flags, config_options, nearest
+from flatout.cli.flags import Parser, UsageError, add_config_flags, chosen, config_options
 from flatout.cli.terminal import open_llm, table
 from flatout.config import DEFAULT_MODEL
 from flatout.hardware import Hardware, ceilings, detect
@@ -59,14 +59,7 @@ class Result:
 def configure(parser: Parser) -> None:
     shapes = ", ".join(sorted(p.stem for p in SHAPES.glob("*.json")))
     group = parser.add_argument_group("measuring")
-    parser.flag(
-        group,
-        "--work",
-        nargs="+",
-        type=lambda text: text.split(","),
-        metavar="WORK",
-        help=f"{', '.join(NAMES)}, or all; spaces or commas between them (default: batch1 and batch8; on a GPU to batch256)",
-    )
+    parser.choice(group, "--work", NAMES, "batch1 and batch8; on a GPU to batch256")
     parser.flag(
         group, "--models", nargs="+", metavar="MODEL", help=f"models, or shapes with random weights: {shapes} (default: {DEFAULT_MODEL})"
     )
@@ -85,11 +78,7 @@ def configure(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    asked = list(dict.fromkeys(name for names in getattr(args, "work", ()) for name in names))
-    asked = list(NAMES) if "all" in asked else asked
-    for name in asked:
-        if name not in NAMES:
-            raise UsageError(f"--work: {name!r} is not a workload{nearest(name, NAMES)}; known: {', '.join(NAMES)}, all")
+    asked = chosen(args, "work", NAMES)
     if args.repeats < 1:
         raise UsageError(f"--repeats: must be at least 1, got {args.repeats}")
     options = config_options(args)

@@ -23,6 +23,7 @@ VERBS = {  # verb -> (module with configure() and run(), what follows it, what i
     "pull": ("flatout.cli.pull", "[MODEL]", "download a model into the cache"),
     "bench offline": ("flatout.bench.offline", "", "time fixed work on this machine"),
     "bench compare": ("flatout.bench.compare", "", "time the same work here and in Transformers"),
+    "bench compare-cpu": ("flatout.bench.compare_cpu", "", "time the same GGUF file here and in llama.cpp"),
 }
 
 

@@ -72,6 +72,11 @@ class Parser(argparse.ArgumentParser):
         shown = help.replace("%", "%%") if common or self.everything else argparse.SUPPRESS
         group.add_argument(name, help=shown, **options)
 
+    def choice(self, group: argparse._ArgumentGroup, name: str, known: Iterable[str], default: str) -> None:
+        """Add `--name`, which takes several of the known words; chosen() reads it. `default`: what to say of it."""
+        says = f"{', '.join(known)}, or all; spaces or commas between them (default: {default})"
+        self.flag(group, name, nargs="+", type=lambda text: text.split(","), metavar=name.removeprefix("--").upper(), help=says)
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         group = self.add_argument_group("help")
         group.add_argument("-h", "--help", action="help", help="show this")
@@ -127,6 +132,17 @@ def add_sampling_flags(parser: Parser, defaults: dict[str, str]) -> None:
             options["metavar"] = "TEXT" if name == "stop" else _METAVARS[kind]
         says = f"{text} (default: {defaults[name]})" if name in defaults else text
         parser.flag(group, flag_of(name), help=says, common=name in COMMON_SAMPLING, **options)
+
+
+def chosen(args: argparse.Namespace, name: str, known: Iterable[str]) -> list[str]:
+    """The words given to a Parser.choice(), each once; none where it was not given. UsageError: one is not known."""
+    words = list(dict.fromkeys(word for several in getattr(args, name, ()) for word in several))
+    if "all" in words:
+        return list(known)
+    for word in words:
+        if word not in known:
+            raise UsageError(f"{flag_of(name)}: {word!r} is not known{nearest(word, known)}; known: {', '.join(known)}, all")
+    return words
 
 
 def config_options(args: argparse.Namespace, skip: Iterable[str] = ()) -> dict[str, Any]:

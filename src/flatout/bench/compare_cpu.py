@@ -1,0 +1,145 @@
+"""`flatout bench compare-cpu`: the same GGUF file, threads and prompts here and in llama.cpp, turn by turn; Transformers too if asked.
+
+Decodes, a prefill and a busy neighbour in one process; starts and HTTP servers in processes of their own. Medians and ratios.
+Also `python -m flatout.bench.compare_cpu`. Called by cli/__init__.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flatout import __version__
+from flatout.bench.llamacpp import FLASH_ATTN, LlamaCpp, library
+from flatout.bench.processes import FLATOUT, IMPORT, LLAMACPP, program, starts
+from flatout.bench.served import flatout_server, llama_server, served
+from flatout.bench.turns import OURS, Case, Row, lines, our_engine, peer_engine, take_turns
+from flatout.bench.twin import Twin
+from flatout.cli.flags import Parser, UsageError, add_config_flags, chosen, config_options
+from flatout.cli.terminal import open_llm, say
+from flatout.config import Config, ConfigError
+from flatout.modelfile.sources import resolve_model
+
+THEIRS, TRANSFORMERS = "llama.cpp", "Transformers"
+TURNS = {  # work -> what both engines do in this process
+    "batch1": Case("decode, batch 1, 128 in, 256 out", 1, 128, 256),
+    "context1024": Case("decode, batch 1, 1,024 in, 64 out", 1, 1024, 64),
+    "batch8": Case("decode, batch 8, 128 in, 128 out", 8, 128, 128),
+    "prefill1024": Case("prefill, 1,024 in", 1, 1024, 1),
+    "busy": Case("decode, batch 1 beside a busy process, 128 in, 64 out", 1, 128, 64, neighbour=True),
+}
+START = Case("start of the process to its first token, 128 in", 1, 128, 1)
+SERVED = Case("served, 16 clients, 128 in, 128 out", 16, 128, 128)
+NAMES = (*TURNS, "start", "served")
+
+
+def configure(parser: Parser) -> None:
+    group = parser.add_argument_group("comparing")
+    parser.choice(group, "--work", NAMES, "all; served where --llama-server is")
+    parser.flag(group, "--repeats", type=int, metavar="N", default=3, help="turns of each engine; medians are shown (default: 3)")
+    parser.flag(group, "--transformers", action="store_true", default=False, help="a turn for Transformers as well")
+    parser.flag(
+        group,
+        "--gguf",
+        metavar="FILE",
+        default=None,
+        help="the same model as a GGUF file, for llama.cpp, where --model names something else",
+    )
+    parser.flag(group, "--flash-attn", choices=FLASH_ATTN, default="off", help="llama.cpp's; off is its best on the CPU (default: off)")
+    parser.flag(
+        group, "--llama-server", metavar="FILE", default=None, help="llama.cpp's HTTP server (default: llama-server, if it is on the path)"
+    )
+    parser.flag(group, "--check", action="store_true", default=False, help="exit with 1 unless every ratio is over 1")
+    parser.flag(group, "--json", action="store_true", default=False, help="print JSON instead of a table")
+    parser.flag(group, "--quiet", action="store_true", default=False, help="no report of what was loaded")
+    add_config_flags(parser, skip=("device",))
+
+
+def run(args: Namespace) -> int:
+    if args.repeats < 1:
+        raise UsageError(f"--repeats: must be at least 1, got {args.repeats}")
+    library()  # the likeliest to be missing, told before anything is loaded
+    names = chosen(args, "work", NAMES)
+    binary: str = args.llama_server or shutil.which("llama-server") or ""
+    if not binary and "served" in names:
+        raise UsageError(
+            "--work: served needs llama.cpp's HTTP server, which no Python package holds; build it and give --llama-server FILE"
+        )
+    names = names or [name for name in NAMES if name != "served" or binary]
+    options, file = _model(args)
+    tell: Callable[[Case], None] = (lambda case: None) if args.quiet else (lambda case: say(f"{case.name} ..."))
+    cases = [TURNS[name] for name in names if name in TURNS]
+    rows, facts, vocab_size = _in_turns(cases, args, options, file, tell)
+    gc.collect()  # what follows has the memory to itself
+    options["threads"] = facts["threads"]
+    llamacpp = (file, facts["threads"], args.flash_attn)
+    if "start" in names:
+        tell(START)
+        ids = list(range(10, 10 + START.prompt))
+        commands = {OURS: program(FLATOUT, options, ids), THEIRS: program(LLAMACPP, *llamacpp, ids)}
+        imports = {f"import {module}": program(IMPORT, module) for module in ("torch", "llama_cpp")}
+        seconds = starts({**commands, **imports}, args.repeats)
+        rows.append(Row(START.name, {name: seconds[name] for name in commands}, seconds=True))
+        facts |= {name: f"{seconds[name]:.2f} s" for name in imports}
+    if "served" in names:
+        tell(SERVED)
+        servers = {OURS: flatout_server(options), THEIRS: llama_server(binary, *llamacpp, SERVED)}
+        rows.append(Row(SERVED.name, served(SERVED, servers, args.repeats, vocab_size)))
+    if args.json:
+        print(json.dumps({**facts, "rows": [row.facts() for row in rows]}, indent=1))
+    else:
+        print(", ".join(f"{key} {value}" for key, value in facts.items()))
+        print("\n".join(lines(rows, (THEIRS, TRANSFORMERS) if args.transformers else (THEIRS,))))
+    return int(args.check and any(ratio <= 1 for row in rows for ratio in row.ratios.values()))
+
+
+def _in_turns(
+    cases: Sequence[Case], args: Namespace, options: dict[str, Any], file: str, tell: Callable[[Case], None]
+) -> tuple[list[Row], dict[str, Any], int]:
+    """What all engines do in this process; facts of them, and the size of the vocabulary."""
+    rows = []
+    with open_llm(options, args.quiet) as llm:
+        threads = llm.config.device.threads
+        assert threads  # resolve() filled it
+        twin = Twin(llm) if args.transformers else None
+        peer = LlamaCpp(file, threads, args.flash_attn)
+        engines = {OURS: our_engine(llm), THEIRS: peer_engine(peer), **({TRANSFORMERS: peer_engine(twin)} if twin else {})}
+        for case in cases:
+            tell(case)
+            rows.append(take_turns(case, engines, args.repeats, llm.spec.vocab_size))
+        facts = {
+            "model": llm.facts.model,
+            "dtype": llm.config.model.dtype,
+            "quantization": llm.config.model.quantization,
+            "threads": threads,
+            "flatout": __version__,
+            **peer.versions,
+            "flash-attn": peer.flash_attn,
+            **(twin.versions if twin else {}),
+            "cores busy between turns": max((row.at_rest for row in rows), default=0.0),
+        }
+        peer.close()
+    return rows, facts, llm.spec.vocab_size
+
+
+def _model(args: Namespace) -> tuple[dict[str, Any], str]:
+    """Our options and llama.cpp's file: the same one where the model is a GGUF file, whose own weights are then ours too unless told
+    otherwise. ConfigError: llama.cpp has none."""
+    options = {**config_options(args, skip=("device",)), "device": "cpu"}
+    source = resolve_model(Config.make(**options).model)
+    if source.kind == "gguf":
+        return {"quantization": "gguf", **options}, args.gguf or str(source.files[0])
+    if args.gguf is None:
+        raise ConfigError("--gguf: llama.cpp reads GGUF files alone; name one that holds the same model")
+    return options, args.gguf
+
+
+if __name__ == "__main__":
+    from flatout.cli import main
+
+    sys.exit(main(["bench", "compare-cpu", *sys.argv[1:]]))

@@ -1,0 +1,115 @@
+"""Two HTTP servers under the same streaming clients, turn by turn: flatout's own and llama.cpp's (llama-server, a binary of the user's).
+
+Output tokens per second over all clients. The clients read and check, and do nothing else. Called by compare_cpu.py.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from statistics import median
+from typing import Any
+
+from flatout.bench.processes import program, started
+from flatout.bench.turns import Case
+
+PATIENCE = 120  # seconds for a server to be ready
+NAME = "model"
+
+FLATOUT = f"""
+import json, sys
+from flatout.config import Config, ServerConfig
+from flatout.server.launch import serve
+options, port = json.loads(sys.argv[1])
+sys.exit(serve(Config.make(**options), ServerConfig(port=port, served_model_name="{NAME}")))
+"""
+Command = Callable[[int], list[str]]  # what starts a server on a port
+
+
+def flatout_server(options: dict[str, Any]) -> Command:
+    return lambda port: program(FLATOUT, options, port)
+
+
+def llama_server(binary: str, file: str, threads: int, flash_attn: str, case: Case) -> Command:
+    """With a slot for each client, as long as its work; continuous batching is its default."""
+    context = case.batch * (case.prompt + case.new)
+    settings = {"-m": file, "-t": threads, "-fa": flash_attn, "-np": case.batch, "-c": context, "--host": "127.0.0.1"}
+    return lambda port: [binary, *(str(word) for pair in settings.items() for word in pair), "--port", str(port)]
+
+
+def served(case: Case, servers: dict[str, Command], repeats: int, vocab_size: int) -> dict[str, float]:
+    """Median output tok/s of each server under case.batch clients; the first round warms up and does not count.
+
+    RuntimeError, with a server's last words: it did not start. RuntimeError: an answer of another length.
+    """
+    rng = random.Random(case.name)
+    rates: dict[str, list[float]] = {name: [] for name in servers}
+    with ExitStack() as stack:
+        ports = {name: stack.enter_context(_running(command)) for name, command in servers.items()}
+        for _ in range(repeats + 1):
+            prompts = [[rng.randrange(10, vocab_size) for _ in range(case.prompt)] for _ in range(case.batch)]
+            for name, port in ports.items():
+                begin = time.perf_counter()
+                with ThreadPoolExecutor(case.batch) as clients:
+                    list(clients.map(lambda prompt, port=port: _complete(port, prompt, case.new), prompts))
+                rates[name].append(case.batch * case.new / (time.perf_counter() - begin))
+    return {name: median(each[1:]) for name, each in rates.items()}
+
+
+@contextmanager
+def _running(command: Command) -> Iterator[int]:
+    """The port of a server that is ready."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryFile("w+") as words, started(command(port), stdout=words, stderr=subprocess.STDOUT) as process:
+        until = time.monotonic() + PATIENCE
+        while not _healthy(port):
+            if process.poll() is not None or time.monotonic() > until:
+                words.seek(0)
+                raise RuntimeError(f"{command(port)[0]}: the server is not ready: {''.join(words.readlines()[-1:]).strip()}")
+            time.sleep(0.1)
+        yield port
+
+
+def _healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def _complete(port: int, prompt: list[int], new: int) -> None:
+    """One streamed completion. RuntimeError: not `new` tokens."""
+    body = {
+        "model": NAME,
+        "prompt": prompt,
+        "max_tokens": new,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read().decode()
+    finally:
+        connection.close()
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    written = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
+    if response.status != 200 or written[-1:] != [new]:
+        raise RuntimeError(f"a server answered {response.status} with {written[-1:] or text[:200]} of {new} tokens; nothing to compare")
