@@ -42,8 +42,8 @@ class ModelConfig:
     dtype: str = setting("auto", "arithmetic of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
     quantization: str = setting(
         "auto",
-        "none: weights in --dtype; gguf: a GGUF file's own 4 and 8 bits, times rows rounded to int8 (CPU); auto: gguf where it runs and "
-        "--dtype is not given",
+        "none: weights in --dtype; gguf: those of a GGUF file in 4 and 8 bits, times rows rounded to int8 (CPU); auto: gguf where it runs "
+        "and --dtype is not given",
         choices=("auto", "none", "gguf"),
     )
     max_model_len: int | None = setting(None, "longest context in tokens, prompt and output (default: the model's)", kind="size")
@@ -235,7 +235,7 @@ def resolve(
     if quantization == "auto":
         if kept and native and on_cpu and dtype == "auto":
             quantization = decide(
-                "quantization", "gguf", "the file's own 4 and 8-bit weights, times rows rounded to int8; --quantization none unpacks them"
+                "quantization", "gguf", "the file's weights in 4 and 8 bits, times rows rounded to int8; --quantization none unpacks them"
             )
         else:
             quantization = options["quantization"] = "none"

@@ -45,6 +45,11 @@ int one(int64_t rows, int64_t outputs, int64_t columns, int kind, int gate, bool
   p.gate = gate;
   p.eps = 1e-5f;
   p.scale = 0.5f;
+  if (flatout_has_tiles()) {
+    p.many = 1;
+    if (flatout_product(&p)) return 1;
+    p.many = 0;
+  }
   void* values = half ? static_cast<void*>(half_plain.data()) : plain.data();
   return flatout_product(&p) | flatout_dequantise(weight.data(), kind, lines, columns, values, columns, half);
 }
@@ -107,8 +112,29 @@ int step(int64_t width, bool half) {
   return flatout_run(calls, 4, ns) != 4 || flatout_run(calls, 4, nullptr) != 4;
 }
 
+// A chunk of 16-bit caches, where the machine has tiles.
+int chunk(int64_t count, int64_t keys, int32_t dim, int32_t window, bool half, bool apart) {
+  if (!flatout_has_tiles()) return 0;
+  const int32_t heads = 6, kv_heads = 2;
+  const auto wide = exactly<float>(count * heads * dim, 1);
+  const auto narrow = exactly<uint16_t>(count * heads * dim, 2), k = exactly<uint16_t>(keys * kv_heads * dim, 3), v = exactly<uint16_t>(keys * kv_heads * dim, 4);
+  std::vector<float> out(count * heads * dim);
+  std::vector<uint16_t> half_out(count * heads * dim);
+  std::vector<int64_t> slots(keys);
+  for (int64_t i = 0; i < keys; i++) slots[i] = keys - 1 - i;
+  FlatoutChunk c{};
+  c.q = half ? static_cast<const void*>(narrow.data()) : wide.data(), c.out = half ? static_cast<void*>(half_out.data()) : out.data();
+  c.k = k.data(), c.v = v.data(), c.slots = apart ? slots.data() : nullptr;
+  c.q_stride = c.out_stride = heads * dim;
+  c.count = count, c.keys = keys, c.heads = heads, c.kv_heads = kv_heads, c.dim = dim, c.window = window;
+  c.type = half, c.cache_type = half ? FLATOUT_BFLOAT16 : FLATOUT_FLOAT16;
+  c.scale = 0.01f;
+  return flatout_chunk(&c);
+}
+
 int all() {
-  int failed = step(1, false) | step(33, true) | step(2051, false);
+  int failed = chunk(1, 1, 32, 0, false, false) | chunk(33, 70, 64, 0, true, true) | chunk(65, 65, 96, 20, false, true) | chunk(40, 200, 256, 0, false, false);
+  failed |= step(1, false) | step(33, true) | step(2051, false);
   failed |= attend(8, 1, 16, 0, false) | attend(3, 3, 80, 7, false) | attend(4, 2, 64, 0, true) | attend(7, 1, 256, 0, true) | attend(3, 3, 80, 7, false, true);
   for (int64_t rows : {1, 3, 17}) {
     for (int64_t outputs : {16, 208}) {
