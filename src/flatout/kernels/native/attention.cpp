@@ -19,6 +19,7 @@ constexpr int64_t kPartTokens = 4096;  // elements to rotate, about a microsecon
 bool can(const FlatoutAttention& a) {
   return is_type(a.type) && is_cache(a.cache_type, a.type) && a.q && a.k && a.v && a.out && a.tables && a.kv_lens && a.rows && a.tokens && a.count >= 0 && a.kv_heads > 0 &&
          a.heads % a.kv_heads == 0 && a.heads / a.kv_heads <= kMostHeads && a.dim > 0 && a.dim <= kMostDim && a.dim % 16 == 0 && a.block_size > 0 &&
+         (a.block_size & (a.block_size - 1)) == 0 &&
          a.window >= 0;
 }
 

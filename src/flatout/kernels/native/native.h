@@ -70,7 +70,7 @@ typedef struct {
   int32_t heads;     // at most 8 to a KV head
   int32_t kv_heads;
   int32_t dim;       // a multiple of 16, at most 256
-  int32_t block_size;
+  int32_t block_size;  // a power of two
   int32_t window;    // keys that are seen, or 0: all
   int32_t type;      // of q and out
   int32_t cache_type;  // of k and v: the same, or float16 beside float32
