@@ -1,7 +1,7 @@
-"""What flatout's native library should answer, in float64 numpy: packing as native.h has it, and products by the exact int8 arithmetic.
+"""What flatout's native library should answer, in float64 numpy: packing as native.h has it, and products by the exact arithmetic of rounded rows.
 
-Beside each value stands how far float32 may be from it: roundings of the sums, and whole steps of int8 where a normed element lies too near
-the middle between two. Used by test_native.py; nothing of flatout is imported.
+Beside each value stands how far float32 may be from it: roundings of the sums, and whole steps of the rows' type where a normed element lies
+too near the middle between two. Used by test_native.py and test_native_plain.py; nothing of flatout is imported.
 """
 
 from __future__ import annotations
@@ -88,12 +88,48 @@ def product(
     before: Floats | None = None,
     scale: float = 1.0,
 ) -> tuple[Floats, Floats]:
-    """(values, how far float32 may be off), both [rows, outputs]. before: what out held, with add."""
+    """Of a packed weight (values, how far float32 may be off), both [rows, outputs]. before: what out held, with add."""
     rows, slack = rounded_rows(normed(x, *norm) if norm else x, 1e-3 if norm else 0.0)
     values = rows @ weight.values.T
     # each group's sum is rounded a few times on its way; a kind 4 group's codes and minima may cancel, so sizes count without sign
     spread = np.abs(weight.values).reshape(len(weight.values), -1, GROUP).max(-1).repeat(GROUP, -1)
     error = (np.abs(rows) @ spread.T) * EPSILON * (8 + rows.shape[1] // GROUP) + slack @ np.abs(weight.values).T
+    return _finished(values, error, bias, gate, before, scale)
+
+
+def to_bfloat16(x: NDArray[np.float32], near: int) -> tuple[Floats, Floats]:
+    """x to the nearest bfloat16, ties to even, and how far each may be off: a step where x is within `near` units of the middle between two."""
+    bits = x.view(np.uint32).astype(np.int64)
+    kept = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
+    step = np.abs(np.ldexp(1.0, np.frexp(x)[1] - 8))
+    return kept.astype(np.uint32).view(np.float32).astype(np.float64), step * (np.abs((bits & 0xFFFF) - 0x8000) < near)
+
+
+def plain_product(
+    x: NDArray[np.float32],
+    weight: NDArray[np.float32],
+    kind: int,
+    bias: NDArray[np.float32] | None = None,
+    norm: tuple[NDArray[np.float32], float, float] | None = None,
+    gate: str | None = None,
+    before: Floats | None = None,
+    scale: float = 1.0,
+) -> tuple[Floats, Floats]:
+    """product() of a plain weight [lines, columns], its values those of the kind."""
+    wide = normed(x, *norm) if norm else x
+    rows, slack = (
+        to_bfloat16(wide, 8 if norm else 0) if kind == 16 else (wide.astype(np.float64), np.abs(wide) * (norm is not None) * 4 * EPSILON)
+    )
+    exact = weight.astype(np.float64)
+    # the longest chains of sums are those of the shortest vectors, of 4
+    error = np.abs(rows) @ np.abs(exact).T * EPSILON / 2 * (8 + x.shape[1] // 4) + slack @ np.abs(exact).T
+    return _finished(rows @ exact.T, error, bias, gate, before, scale)
+
+
+def _finished(
+    values: Floats, error: Floats, bias: NDArray[np.float32] | None, gate: str | None, before: Floats | None, scale: float
+) -> tuple[Floats, Floats]:
+    """What comes after the sums, and how it passes errors on."""
     if bias is not None:
         values = values + bias
         error = error + EPSILON * np.abs(values)

@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import native_reference as reference
 import numpy as np
 import pytest
 import torch
+from native_cases import GATES, TYPES, check, rows_of
 from native_reference import make_weight
 
 from flatout.kernels import native
@@ -27,19 +27,6 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 if COMPILER and not native.available():  # else a library that does not compile would only be fewer tests
     pytest.fail(f"{native.lacking()[0]}; {COMPILER} is here: pip install -v -e . says why", pytrace=False)
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native library was not built: no C++ compiler at installation")
-ISAS = ("avx512_vnni", "avx2", "scalar")
-GATES = (None, "silu", "gelu_tanh", "gelu")
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = native.isa()
-    if not native.use_isa(request.param):
-        pytest.skip(f"this machine has no {request.param}")
-    assert native.isa() == request.param
-    yield request.param
-    native.use_isa(before)
 
 
 @pytest.fixture(autouse=True)
@@ -48,24 +35,8 @@ def one_thread_after() -> Iterator[None]:
     native.set_threads(1)
 
 
-def rows_of(rng: np.random.Generator, rows: int, columns: int, dtype: str = "float32", pad: int = 0) -> torch.Tensor:
-    """Normal rows, some groups zero, one element far out, `pad` elements apart."""
-    x = torch.from_numpy(rng.normal(size=(rows, columns + pad)).astype(np.float32) * 2)[:, :columns]
-    x[rng.integers(rows), :32] = 0
-    x[rng.integers(rows), rng.integers(columns)] = 300
-    return x.to(TYPES[dtype]) if pad == 0 else torch.empty(rows, columns + pad, dtype=TYPES[dtype])[:, :columns].copy_(x)
-
-
 def packed(weight: reference.Weight) -> torch.Tensor:
     return torch.from_numpy(weight.packed)
-
-
-def check(out: torch.Tensor, truth: tuple[Any, Any]) -> None:
-    values, allowed = truth
-    if out.dtype == torch.bfloat16:
-        allowed = allowed + np.abs(values) * 2.0**-8
-    off = np.abs(out.double().numpy() - values)
-    assert (off <= allowed + 1e-30).all(), f"off by {(off / (allowed + 1e-30)).max():.2f} times what rounding explains"
 
 
 CASES = [

@@ -14,16 +14,6 @@ from flatout.kernels.rope import rope_kv_write
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native library was not built")
 
 
-@pytest.fixture(params=["avx512_vnni", "avx2", "scalar"])
-def isa(request):
-    usual = native.isa()
-    if not native.use_isa(request.param):
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    native.use_isa(usual)
-    native.set_threads(1)
-
-
 def attended(rows, spec, dtype, seed, threads=1):
     """The case, and what the implementation made of it."""
     native.set_threads(threads)

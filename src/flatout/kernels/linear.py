@@ -1,7 +1,8 @@
 """Ops on plain 16- or 32-bit weights: linear; linear_add, onto the residual stream; norm_linear and norm_gated, which norm their rows first.
 
-The last three exist so that a kernel can do them in one pass over few rows; `composed` is the same by the ops they consist of, through
-scratch rows they are given. Quantised products are ops of their own files. Called by the schemes of quant/ through layers/linear.py.
+The last three exist so that a kernel can do them in one pass over few rows, as the CPU library does (`native`); `composed` is the same by the
+ops they consist of, through scratch rows they are given. Quantised products are ops of their own files. Called by the schemes of quant/ through
+layers/linear.py.
 """
 
 from __future__ import annotations
@@ -11,9 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatout.kernels import native
 from flatout.kernels.activation import gate_mul
 from flatout.kernels.norm import add, rms_norm
 from flatout.kernels.op import Cost, nbytes, op, shape_class
+
+NATIVE_ROWS = 64  # up to which the native library may be the fastest
+
+
+def _native_suits(out: Tensor, x: Tensor, weight: Tensor) -> bool:
+    """What the native library multiplies: few rows on the CPU."""
+    kinds = (torch.float32, torch.bfloat16)
+    return (
+        x.device.type == "cpu"
+        and native.available()
+        and x.shape[0] <= NATIVE_ROWS
+        and x.shape[1] % 16 == 0
+        and out.dtype in kinds
+        and x.dtype in kinds
+        and weight.dtype == x.dtype
+        and weight.is_contiguous()
+        and x.stride(1) == out.stride(1) == 1
+    )
+
+
+def _bits(weight: Tensor) -> int:
+    return 8 * weight.element_size()
 
 
 def _linear_cost(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Cost:
@@ -71,6 +95,15 @@ def _weight_first(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, i
     out.copy_(turned.t())
 
 
+def _native_accepts(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> bool:
+    return not invariant and _native_suits(out, x, weight)
+
+
+@linear.implementation("native", _native_accepts, native=True)
+def _native(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> None:
+    native.product(out, x, weight, _bits(weight), bias)
+
+
 # ---------------------------------------------------------------- onto the stream
 
 
@@ -109,6 +142,17 @@ def _addmm(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Ten
 def _add_composed(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> None:
     linear.dispatch(scratch, x, weight, bias, invariant)
     add.dispatch(stream, scratch, scale)
+
+
+def _add_native_accepts(
+    stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool
+) -> bool:
+    return not invariant and _native_suits(stream, x, weight)
+
+
+@linear_add.implementation("native", _add_native_accepts, native=True)
+def _add_native(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> None:
+    native.product(stream, x, weight, _bits(weight), bias, add=True, scale=scale)
 
 
 # ---------------------------------------------------------------- from the stream
@@ -177,6 +221,35 @@ def _norm_linear_composed(
 ) -> None:
     rms_norm.dispatch(scratch, x, norm_weight, eps, offset)
     linear.dispatch(out, scratch, weight, bias, invariant)
+
+
+def _norm_linear_native_accepts(
+    out: Tensor,
+    scratch: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    offset: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    invariant: bool,
+) -> bool:
+    return not invariant and _native_suits(out, x, weight)
+
+
+@norm_linear.implementation("native", _norm_linear_native_accepts, native=True)
+def _norm_linear_native(
+    out: Tensor,
+    scratch: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    offset: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    invariant: bool,
+) -> None:
+    native.product(out, x, weight, _bits(weight), bias, norm=(norm_weight, eps, offset))
 
 
 def _norm_gated_cost(
@@ -254,3 +327,36 @@ def _norm_gated_composed(
     rms_norm.dispatch(scratch, x, norm_weight, eps, offset)
     linear.dispatch(wide, scratch, weight, bias, invariant)
     gate_mul.dispatch(out, wide, activation)
+
+
+def _norm_gated_native_accepts(
+    out: Tensor,
+    scratch: Tensor,
+    wide: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    offset: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    invariant: bool,
+) -> bool:
+    return not invariant and _native_suits(out, x, weight)
+
+
+@norm_gated.implementation("native", _norm_gated_native_accepts, native=True)
+def _norm_gated_native(
+    out: Tensor,
+    scratch: Tensor,
+    wide: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    offset: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    invariant: bool,
+) -> None:
+    native.product(out, x, weight, _bits(weight), bias, norm=(norm_weight, eps, offset), gate=activation)

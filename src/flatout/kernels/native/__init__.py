@@ -1,8 +1,8 @@
-"""The native CPU library by thin functions on torch tensors over its C ABI (native.h): products of packed weights, attention of single queries,
-rotation, what a decode step does around its layers; and blocks of such calls, noted once and made again by one.
+"""The native CPU library by thin functions on torch tensors over its C ABI (native.h): products of plain and packed weights, attention of
+single queries, rotation, what a decode step does around its layers; and blocks of such calls, noted once and made again by one.
 
 It is built by setup.py and may be missing: available() says so and lacking() what that costs. No arithmetic and no choice lives here. Called by
-kernels/packed.py, attention.py and rope.py, which have the references, attention/sdpa.py, and runner/build.py, which sets the threads.
+kernels/linear.py, packed.py, attention.py and rope.py, which have the references, attention/sdpa.py, and runner/build.py, which sets the threads.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ GROUP = 32  # elements share a scale
 # by kind, of a block of lines' group: values, then float16 scales, of 4 bits float16 minima too
 BYTES = {4: LINES * (GROUP // 2 + 4), 8: LINES * (GROUP + 2)}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_PLAIN = {torch.bfloat16: 16, torch.float32: 32}  # kinds by type
 _GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 
 _FILE = Path(__file__).with_name("libflatout.so")
@@ -160,22 +161,27 @@ def product(
     scale: float = 1.0,
     many: bool = False,
 ) -> None:
-    """out [T, N] = scale * (x [T, K] @ weight^T + bias), or with add that much more than it was; x is rounded to int8 by groups (native.h).
+    """out [T, N] = scale * (x [T, K] @ weight^T + bias), or with add that much more than it was.
 
-    weight: packed, uint8 [lines / 16, K / 32, bytes]; kind: its bits, 4 or 8. x and out: float32 or bfloat16, rows any way apart.
-    norm: (weight [K], eps, offset) of the RMS norm that x passes first. gate: the weight's lines are gates, then ups, and act(gate) * up is
-    the result. bias and the norm's weight are of either type. many: x and weights are rounded to bfloat16 instead, where has_tiles(). Takes 2 us
-    on top of the work.
+    weight: packed, uint8 [lines / 16, K / 32, bytes], and x is rounded to int8 by groups (native.h); or plain [lines, K], contiguous, K a
+    multiple of 16, and x is rounded to its type. kind: the weight's bits, 4 or 8 of packed ones, 16 of bfloat16, 32 of float32. x and out:
+    float32 or bfloat16, rows any way apart. norm: (weight [K], eps, offset) of the RMS norm that x passes first. gate: the weight's lines are
+    gates, then ups, and act(gate) * up is the result. bias and the norm's weight are of either type. many: x and packed weights are
+    rounded to bfloat16 instead, where has_tiles(). Takes 2 us on top of the work.
     """
-    blocks, groups, size = weight.shape
     rows, columns = x.shape
     out_rows, outputs = out.shape
     (x_stride, x_step), (out_stride, out_step) = x.stride(), out.stride()
     lines = 2 * outputs if gate else outputs
     norm_weight, eps, offset = norm or (None, 0.0, 0.0)
-    if blocks * LINES != lines or groups * GROUP != columns or size != BYTES.get(kind) or out_rows != rows:
+    if kind in BYTES:
+        blocks, groups, size = weight.shape
+        fits = blocks * LINES == lines and groups * GROUP == columns and size == BYTES[kind]
+    else:
+        fits = weight.shape == (lines, columns) and _PLAIN.get(weight.dtype) == kind and weight.is_contiguous()
+    if not fits or out_rows != rows:
         raise ValueError(
-            f"product: {tuple(weight.shape)} of kind {kind} does not fit x {tuple(x.shape)}, out {tuple(out.shape)}, gate {gate}"
+            f"product: {weight.dtype} {tuple(weight.shape)} of kind {kind} does not fit x {tuple(x.shape)}, out {tuple(out.shape)}, gate {gate}"
         )
     if x_step != 1 or out_step != 1:
         raise ValueError("product: needs rows of x and out whose elements are side by side")

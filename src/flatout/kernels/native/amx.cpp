@@ -125,7 +125,7 @@ void pair(const FlatoutProduct& p, const uint16_t* x, int64_t first, int64_t sec
   uint16_t* w = reinterpret_cast<uint16_t*>(sums + padded(p.rows) * 32);
   const uint16_t* const both[2] = {w, w + (second == first ? 0 : p.columns * 16)};
   for (int i = 0; i < (second == first ? 1 : 2); i++) {
-    const uint8_t* block = p.weight + (i ? second : first) * bytes;
+    const uint8_t* block = static_cast<const uint8_t*>(p.weight) + (i ? second : first) * bytes;
     if (p.kind == 4) unpack<4>(block, groups, w + i * p.columns * 16);
     else unpack<8>(block, groups, w + i * p.columns * 16);
   }

@@ -28,6 +28,9 @@ struct Tile {
   int rows;
 };
 
+// Elements from one row prepared for plain weights to the next: whole vectors, and off the powers of two, where rows would share a cache's sets.
+constexpr int64_t prepared_stride(int64_t columns) { return (columns + 31) / 32 * 32 + 16; }
+
 constexpr int kMostDim = 256, kMostHeads = 8;  // of a head; to a KV head
 
 // What the query heads of one KV head found among some of a row's keys.
@@ -48,6 +51,10 @@ struct Kernels {
   // Groups begin ... end - 1 of row `row` of x, normed by its factor if that is asked, as row `place` of a tile.
   void (*quantise)(const FlatoutProduct& product, int64_t row, float factor, const Tile& tile, int place, int64_t begin, int64_t end);
   Dot dot[2][kMostRows];  // [kind 4, kind 8][rows - 1]
+  // By kind, 16 and 32. Row `row` of x, normed if that is asked, as multiply() takes it: prepared_stride() elements.
+  void (*prepare[2])(const FlatoutProduct& product, int64_t row, float* to);
+  // Up to 16 lines of a plain weight times up to 16 prepared rows, into sums [rows][16]; `next`: the lines that will be asked for next.
+  void (*multiply[2])(const void* weight, const void* next, int64_t columns, int lines, const float* x, int rows, float* sums);
   // A tile's sums over 16 lines, of a gate and its up where there is one: bias, gate, scale and residual, into out.
   void (*finish)(const FlatoutProduct& product, int64_t row, int rows, int64_t line, const float* sums, const float* ups);
   void (*attend)(const FlatoutAttention& attention, int64_t index, int kv_head, int64_t first, int64_t end, const AttentionPiece& to);

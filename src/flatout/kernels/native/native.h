@@ -1,6 +1,7 @@
 // The C ABI of flatout's CPU kernels: all that leaves this library, mirrored by native/__init__.py through ctypes. No Python, no torch.
 //
-// A weight is packed 16 lines (outputs) together, [lines / 16][columns / 32][bytes], so that a vector holds 4 elements of each of 16 lines:
+// A weight is plain or packed. Plain it is as torch has it, [lines][columns], a line (an output) after the other: kind 16 of bfloat16, kind 32 of
+// float32. Packed are 16 lines together, [lines / 16][columns / 32][bytes], so that a vector holds 4 elements of each of 16 lines:
 //   kind 4, 320 bytes: byte[64c + 4r + j] (c < 4, line r, j < 4) has element 4c + j in its low and 16 + 4c + j in its high half; then 16
 //     float16 scales d and 16 float16 minima m: value = d * q + m
 //   kind 8, 544 bytes: byte[64c + 4r + j] (c < 8) is element 4c + j; then 16 float16 scales d: value = d * (byte - 128)
@@ -20,24 +21,24 @@ enum { FLATOUT_FLOAT32 = 0, FLATOUT_BFLOAT16 = 1, FLATOUT_FLOAT16 = 2 };  // flo
 enum { FLATOUT_NO_GATE = 0, FLATOUT_SILU = 1, FLATOUT_GELU_TANH = 2, FLATOUT_GELU = 3 };
 
 // out = [out +] scale * (x weight^T + bias), or with a gate [out +] scale * act(x gates^T + bias) * (x ups^T + bias').
-// Where norm is given x is x * rsqrt(mean(x^2) + eps) * (norm + offset) in float32. Then rows are rounded to int8 by groups of 32:
-// d = max|x| / 127, or 0 where that is under 2^-100, and q = x / d to the nearest, ties to even. Sums within a group are exact, sums of
-// groups float32. A group with anything but finite numbers makes its row's outputs NaN. A row has the same bits in any company and with any
-// number of threads. out may be x.
+// Where norm is given x is x * rsqrt(mean(x^2) + eps) * (norm + offset) in float32. Then rows are rounded, for kind 16 to bfloat16, for kind 32 not
+// at all, for the packed kinds to int8 by groups of 32: d = max|x| / 127, or 0 where that is under 2^-100, and q = x / d to the nearest, ties to
+// even; a group with anything but finite numbers makes its row's outputs NaN. Sums within such a group are exact, all others float32. A row has
+// the same bits in any company and with any number of threads. out may be x.
 //
-// With `many` rows and weights are rounded to bfloat16 instead, and sums are float32: for many rows, where flatout_has_tiles() says so.
+// With `many` rows and packed weights are rounded to bfloat16 instead, and sums are float32: for many rows, where flatout_has_tiles() says so.
 typedef struct {
   const void* x;          // [rows][columns]
-  const uint8_t* weight;  // packed; with a gate the gates' lines are followed by as many of the ups
+  const void* weight;     // with a gate the gates' lines are followed by as many of the ups
   const void* bias;       // one for each line, or null
   const void* norm;       // [columns], or null
   void* out;              // [rows][outputs]
   int64_t x_stride, out_stride;  // elements from row to row
   int64_t rows;
-  int64_t outputs;  // a multiple of 16
-  int64_t columns;  // a multiple of 32
+  int64_t outputs;  // of packed weights a multiple of 16
+  int64_t columns;  // of packed weights a multiple of 32, of plain ones of 16
   int32_t x_type, out_type, bias_type, norm_type;
-  int32_t kind;  // 4 or 8
+  int32_t kind;  // 4, 8, 16 or 32
   int32_t gate;
   int32_t add;
   int32_t many;
@@ -50,7 +51,7 @@ FLATOUT_API int flatout_product(const FlatoutProduct* product);
 // Whether the machine has matrix tiles (AMX), which products of many rows take.
 FLATOUT_API int flatout_has_tiles(void);
 
-// out [lines][columns] = the weight's values, for products of many rows by another library. Answers as flatout_product does.
+// out [lines][columns] = a packed weight's values, for products of many rows by another library. Answers as flatout_product does.
 FLATOUT_API int flatout_dequantise(const uint8_t* weight, int32_t kind, int64_t lines, int64_t columns, void* out, int64_t out_stride,
                                    int32_t out_type);
 

@@ -1,8 +1,8 @@
 // A product from end to end: what is refused, the scratch rows, and how rows and blocks are shared among threads. No arithmetic, which is
 // kernels.inc's.
 //
-// Rows are normed and quantised once, then blocks of 16 lines are shared out; a block stays in the L1 while all tiles of rows pass it, and
-// a gate's goes with its up's. No two parts write the same output, so threads cannot change a bit.
+// Rows are normed and quantised, or prepared, once, then blocks of 16 lines are shared out; a block stays in the cache while all tiles of rows
+// pass it, and a gate's goes with its up's. No two parts write the same output, so threads cannot change a bit.
 
 #include "amx.h"
 #include "kernels.h"
@@ -52,16 +52,21 @@ class Rows {
   int32_t* shift_;
 };
 
-bool is_weight(const uint8_t* weight, int32_t kind, int64_t lines, int64_t columns) {
+bool is_packed(const void* weight, int32_t kind, int64_t lines, int64_t columns) {
   return weight && (kind == 4 || kind == 8) && lines > 0 && lines % kLines == 0 && columns > 0 && columns % kGroup == 0;
 }
 
-bool can(const FlatoutProduct& p) {
-  return is_weight(p.weight, p.kind, p.outputs, p.columns) && (p.rows == 0 || (p.rows > 0 && p.x && p.out)) && is_type(p.x_type) &&
-         is_type(p.out_type) && is_type(p.bias_type) && is_type(p.norm_type) && p.gate >= FLATOUT_NO_GATE && p.gate <= FLATOUT_GELU;
+bool is_plain(const void* weight, int32_t kind, int64_t lines, int64_t columns) {
+  return weight && (kind == 16 || kind == 32) && lines > 0 && columns > 0 && columns % 16 == 0;
 }
 
-void multiply(const FlatoutProduct& p, const Kernels& k, const Rows& rows) {
+bool can(const FlatoutProduct& p) {
+  return (is_packed(p.weight, p.kind, p.outputs, p.columns) || is_plain(p.weight, p.kind, p.outputs, p.columns)) &&
+         (p.rows == 0 || (p.rows > 0 && p.x && p.out)) && is_type(p.x_type) && is_type(p.out_type) && is_type(p.bias_type) &&
+         is_type(p.norm_type) && p.gate >= FLATOUT_NO_GATE && p.gate <= FLATOUT_GELU;
+}
+
+void multiply_packed(const FlatoutProduct& p, const Kernels& k, const Rows& rows) {
   if (p.norm) {
     share_ranges(p.rows, p.rows * p.columns, kPartRows, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; r++) rows.factors[r] = k.norm_factor(p, r);
@@ -76,6 +81,7 @@ void multiply(const FlatoutProduct& p, const Kernels& k, const Rows& rows) {
     }
   });
   const Kernels::Dot* dots = k.dot[p.kind == 8];
+  const uint8_t* weight = static_cast<const uint8_t*>(p.weight);
   const int64_t blocks = p.outputs / kLines, bytes = p.columns / kGroup * group_bytes(p.kind);
   const int64_t tiles = (p.rows + k.most_rows - 1) / k.most_rows;
   share_ranges(blocks, blocks * bytes * tiles * (p.gate ? 2 : 1), kPartBlocks, [&](int64_t begin, int64_t end) {
@@ -84,8 +90,8 @@ void multiply(const FlatoutProduct& p, const Kernels& k, const Rows& rows) {
       for (int64_t r = 0; r < p.rows; r += k.most_rows) {
         const Tile tile = rows.tile(r);
         const Kernels::Dot dot = dots[tile.rows - 1];
-        dot(p.weight + b * bytes, tile, sums);
-        if (p.gate) dot(p.weight + (blocks + b) * bytes, tile, ups);
+        dot(weight + b * bytes, tile, sums);
+        if (p.gate) dot(weight + (blocks + b) * bytes, tile, ups);
         k.finish(p, r, tile.rows, b * kLines, sums, ups);
       }
     }
@@ -118,6 +124,31 @@ bool multiply_many(const FlatoutProduct& p, const Kernels& k) {
   return true;
 }
 
+void multiply_plain(const FlatoutProduct& p, const Kernels& k, float* x) {
+  const int wide = p.kind == 32;
+  const int64_t stride = prepared_stride(p.columns);
+  share_ranges(p.rows, p.rows * p.columns, kPartRows, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) k.prepare[wide](p, r, x + r * stride);
+  });
+  const char* weight = static_cast<const char*>(p.weight);
+  const int64_t blocks = (p.outputs + kLines - 1) / kLines, line = p.columns * p.kind / 8, ups_at = p.outputs * line;
+  const int64_t tiles = (p.rows + kMostRows - 1) / kMostRows;
+  share_ranges(blocks, p.outputs * line * tiles * (p.gate ? 2 : 1), kPartBlocks, [&](int64_t begin, int64_t end) {
+    alignas(64) float sums[kMostRows * kLines] = {}, ups[kMostRows * kLines] = {};
+    for (int64_t b = begin; b < end; b++) {
+      const char *block = weight + b * kLines * line, *next = b + 1 < end ? block + kLines * line : block;
+      const int lines = static_cast<int>(std::min<int64_t>(kLines, p.outputs - b * kLines));
+      for (int64_t r = 0; r < p.rows; r += kMostRows) {
+        const int rows = static_cast<int>(std::min<int64_t>(kMostRows, p.rows - r));
+        const float* some = x + r * stride;
+        k.multiply[wide](block, p.gate ? block + ups_at : next, p.columns, lines, some, rows, sums);
+        if (p.gate) k.multiply[wide](block + ups_at, next, p.columns, lines, some, rows, ups);
+        k.finish(p, r, rows, b * kLines, sums, ups);
+      }
+    }
+  });
+}
+
 }  // namespace
 }  // namespace flatout
 
@@ -130,21 +161,23 @@ FLATOUT_API int flatout_product(const FlatoutProduct* product) {
   if (p.rows == 0) return 0;
   const Kernels& k = kernels();
   if (p.many) {
-    if (!amx::available()) return 1;
+    if (p.kind >= 16 || !amx::available()) return 1;
     Turn turn;
     return !multiply_many(p, k);
   }
-  char* memory = scratch.at_least(Rows::bytes(p.rows, p.columns));
+  const bool plain = p.kind >= 16;
+  char* memory = scratch.at_least(plain ? p.rows * prepared_stride(p.columns) * sizeof(float) : Rows::bytes(p.rows, p.columns));
   if (!memory) return 1;
   Turn turn;
-  multiply(p, k, Rows(p.rows, p.columns, k.most_rows, memory));
+  if (plain) multiply_plain(p, k, reinterpret_cast<float*>(memory));
+  else multiply_packed(p, k, Rows(p.rows, p.columns, k.most_rows, memory));
   return 0;
 }
 
 FLATOUT_API int flatout_dequantise(const uint8_t* weight, int32_t kind, int64_t lines, int64_t columns, void* out, int64_t out_stride,
                                    int32_t out_type) {
   using namespace flatout;
-  if (!is_weight(weight, kind, lines, columns) || !out || !is_type(out_type)) return 1;
+  if (!is_packed(weight, kind, lines, columns) || !out || !is_type(out_type)) return 1;
   const Kernels& k = kernels();
   const int64_t blocks = lines / kLines, groups = columns / kGroup, bytes = groups * group_bytes(kind);
   const int64_t out_bytes = kLines * out_stride * (out_type == FLATOUT_BFLOAT16 ? 2 : 4);
