@@ -11,7 +11,8 @@ import json
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from flatout import __version__
@@ -21,7 +22,7 @@ from flatout.bench.served import flatout_server, llama_server, served
 from flatout.bench.turns import OURS, Case, Row, lines, our_engine, peer_engine, take_turns
 from flatout.bench.twin import Twin
 from flatout.cli.flags import Parser, UsageError, add_config_flags, chosen, config_options
-from flatout.cli.terminal import open_llm, say
+from flatout.cli.terminal import open_llm
 from flatout.config import Config, ConfigError
 from flatout.modelfile.sources import resolve_model
 
@@ -72,47 +73,55 @@ def run(args: Namespace) -> int:
         )
     names = names or [name for name in NAMES if name != "served" or binary]
     options, file = _model(args)
-    tell: Callable[[Case], None] = (lambda case: None) if args.quiet else (lambda case: say(f"{case.name} ..."))
-    cases = [TURNS[name] for name in names if name in TURNS]
-    rows, facts, vocab_size = _in_turns(cases, args, options, file, tell)
+    report = _Report((THEIRS, TRANSFORMERS) if args.transformers else (THEIRS,), quiet=args.json)
+    vocab_size = _in_turns([TURNS[name] for name in names if name in TURNS], args, options, file, report)
     gc.collect()  # what follows has the memory to itself
-    options["threads"] = facts["threads"]
-    llamacpp = (file, facts["threads"], args.flash_attn)
+    options["threads"] = threads = report.facts["threads"]
+    llamacpp = (file, threads, args.flash_attn)
     if "start" in names:
-        tell(START)
         ids = list(range(10, 10 + START.prompt))
         commands = {OURS: program(FLATOUT, options, ids), THEIRS: program(LLAMACPP, *llamacpp, ids)}
         imports = {f"import {module}": program(IMPORT, module) for module in ("torch", "llama_cpp")}
         seconds = starts({**commands, **imports}, args.repeats)
-        rows.append(Row(START.name, {name: seconds[name] for name in commands}, seconds=True))
-        facts |= {name: f"{seconds[name]:.2f} s" for name in imports}
+        report.add(Row(START.name, {name: seconds[name] for name in commands}, seconds=True))
+        report.facts |= {name: f"{seconds[name]:.2f} s" for name in imports}
     if "served" in names:
-        tell(SERVED)
         servers = {OURS: flatout_server(options), THEIRS: llama_server(binary, *llamacpp, SERVED)}
-        rows.append(Row(SERVED.name, served(SERVED, servers, args.repeats, vocab_size)))
+        report.add(Row(SERVED.name, served(SERVED, servers, args.repeats, vocab_size)))
     if args.json:
-        print(json.dumps({**facts, "rows": [row.facts() for row in rows]}, indent=1))
+        print(json.dumps({**report.facts, "rows": [row.facts() for row in report.rows]}, indent=1))
     else:
-        print(", ".join(f"{key} {value}" for key, value in facts.items()))
-        print("\n".join(lines(rows, (THEIRS, TRANSFORMERS) if args.transformers else (THEIRS,))))
-    return int(args.check and any(ratio <= 1 for row in rows for ratio in row.ratios.values()))
+        print(", ".join(f"{key} {value}" for key, value in report.facts.items()))
+    return int(args.check and any(ratio <= 1 for row in report.rows for ratio in row.ratios.values()))
 
 
-def _in_turns(
-    cases: Sequence[Case], args: Namespace, options: dict[str, Any], file: str, tell: Callable[[Case], None]
-) -> tuple[list[Row], dict[str, Any], int]:
-    """What all engines do in this process; facts of them, and the size of the vocabulary."""
-    rows = []
+@dataclass
+class _Report:
+    """What was measured so far: each row is printed as it comes, unless quiet."""
+
+    peers: tuple[str, ...]
+    quiet: bool
+    facts: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        if not self.quiet:
+            works = (case.name for case in (*TURNS.values(), START, SERVED))
+            print("\n".join(lines([row], self.peers, works)[bool(self.rows) :]), flush=True)
+        self.rows.append(row)
+
+
+def _in_turns(cases: Sequence[Case], args: Namespace, options: dict[str, Any], file: str, report: _Report) -> int:
+    """What all engines do in this process. Returns the size of the vocabulary."""
     with open_llm(options, args.quiet) as llm:
-        threads = llm.config.device.threads
+        threads, vocab_size = llm.config.device.threads, llm.spec.vocab_size
         assert threads  # resolve() filled it
         twin = Twin(llm) if args.transformers else None
         peer = LlamaCpp(file, threads, args.flash_attn)
         engines = {OURS: our_engine(llm), THEIRS: peer_engine(peer), **({TRANSFORMERS: peer_engine(twin)} if twin else {})}
         for case in cases:
-            tell(case)
-            rows.append(take_turns(case, engines, args.repeats, llm.spec.vocab_size))
-        facts = {
+            report.add(take_turns(case, engines, args.repeats, vocab_size))
+        report.facts |= {
             "model": llm.facts.model,
             "dtype": llm.config.model.dtype,
             "quantization": llm.config.model.quantization,
@@ -121,10 +130,10 @@ def _in_turns(
             **peer.versions,
             "flash-attn": peer.flash_attn,
             **(twin.versions if twin else {}),
-            "cores busy between turns": max((row.at_rest for row in rows), default=0.0),
+            "cores busy between turns": max((row.at_rest for row in report.rows), default=0.0),
         }
         peer.close()
-    return rows, facts, llm.spec.vocab_size
+    return vocab_size
 
 
 def _model(args: Namespace) -> tuple[dict[str, Any], str]:

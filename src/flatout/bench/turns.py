@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -129,8 +129,8 @@ def _common(a: Run, b: Run) -> int:
     return next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y), min(len(a.tokens), len(b.tokens)))
 
 
-def lines(rows: Sequence[Row], peers: Sequence[str]) -> list[str]:
-    """A table: ours, then of each peer its own figure, our ratio to it and the tokens that agree."""
+def lines(rows: Sequence[Row], peers: Sequence[str], works: Iterable[str] = ()) -> list[str]:
+    """A table: ours, then of each peer its own figure, our ratio to it and the tokens that agree. `works`: others that will follow."""
 
     def figure(row: Row, name: str) -> str:
         return "-" if name not in row.medians else f"{row.medians[name]:,.2f} s" if row.seconds else f"{row.medians[name]:,.1f}"
@@ -141,5 +141,5 @@ def lines(rows: Sequence[Row], peers: Sequence[str]) -> list[str]:
 
     cells = [(row.work, figure(row, OURS), *(cell for name in peers for cell in of_peer(row, name))) for row in rows]
     columns = ("tok/s", OURS, *(cell for name in peers for cell in (name, "ratio", "same greedy tokens")))
-    widths = (max(len(c[0]) for c in cells), 10, *(w for _ in peers for w in (12, 8, 18)))
+    widths = (max(map(len, (*works, *(row.work for row in rows)))), 10, *(w for _ in peers for w in (12, 8, 18)))
     return table(columns, cells, widths, left=1)
