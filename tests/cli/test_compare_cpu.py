@@ -14,7 +14,7 @@ import pytest
 
 from flatout.bench import compare_cpu, processes, turns
 from flatout.bench import served as serving
-from flatout.bench.llamacpp import LlamaCpp
+from flatout.bench.llamacpp import BEST, FLASH_ATTN, LlamaCpp, chosen_flash_attn
 from flatout.bench.processes import busy_neighbour, program, starts
 from flatout.bench.served import flatout_server, llama_server, served
 from flatout.bench.turns import Case, Row, Run, lines, rest, take_turns
@@ -151,8 +151,13 @@ def test_a_server_that_stops_early_is_not_compared():
         served(SMALL, {"broken": lambda port: program("raise SystemExit('no such model')")}, 1, 100)
 
 
+def test_flash_attention_is_what_suits_the_work_unless_asked():
+    assert [chosen_flash_attn(BEST, new) for new in (1, 2, 256)] == ["on", "off", "off"]
+    assert [chosen_flash_attn(asked, 1) for asked in FLASH_ATTN] == list(FLASH_ATTN)
+
+
 def test_llama_server_gets_a_slot_for_each_client():
-    command = llama_server("llama-server", "m.gguf", 2, "off", Case("served", 16, 128, 128))(8123)
+    command = llama_server("llama-server", "m.gguf", 2, "best", Case("served", 16, 128, 128))(8123)
     assert " ".join(command) == "llama-server -m m.gguf -t 2 -fa off -np 16 -c 4096 --host 127.0.0.1 --port 8123"
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout import __version__
-from flatout.bench.llamacpp import FLASH_ATTN, LlamaCpp, library
+from flatout.bench.llamacpp import BEST, FLASH_ATTN, LlamaCpp, library
 from flatout.bench.processes import FLATOUT, IMPORT, LLAMACPP, program, starts
 from flatout.bench.served import flatout_server, llama_server, served
 from flatout.bench.turns import OURS, Case, Row, lines, our_engine, peer_engine, take_turns
@@ -51,7 +51,13 @@ def configure(parser: Parser) -> None:
         default=None,
         help="the same model as a GGUF file, for llama.cpp, where --model names something else",
     )
-    parser.flag(group, "--flash-attn", choices=FLASH_ATTN, default="off", help="llama.cpp's; off is its best on the CPU (default: off)")
+    parser.flag(
+        group,
+        "--flash-attn",
+        choices=(BEST, *FLASH_ATTN),
+        default=BEST,
+        help="llama.cpp's; best: on for a prefill alone, else off (default: best)",
+    )
     parser.flag(
         group, "--llama-server", metavar="FILE", default=None, help="llama.cpp's HTTP server (default: llama-server, if it is on the path)"
     )

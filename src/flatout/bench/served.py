@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
 
+from flatout.bench.llamacpp import chosen_flash_attn
 from flatout.bench.processes import program, started
 from flatout.bench.turns import Case
 
@@ -39,9 +40,16 @@ def flatout_server(options: dict[str, Any]) -> Command:
 
 
 def llama_server(binary: str, file: str, threads: int, flash_attn: str, case: Case) -> Command:
-    """With a slot for each client, as long as its work; continuous batching is its default."""
+    """With a slot for each client, as long as its work; continuous batching is its default. `flash_attn` as LlamaCpp has it."""
     context = case.batch * (case.prompt + case.new)
-    settings = {"-m": file, "-t": threads, "-fa": flash_attn, "-np": case.batch, "-c": context, "--host": "127.0.0.1"}
+    settings = {
+        "-m": file,
+        "-t": threads,
+        "-fa": chosen_flash_attn(flash_attn, case.new),
+        "-np": case.batch,
+        "-c": context,
+        "--host": "127.0.0.1",
+    }
     return lambda port: [binary, *(str(word) for pair in settings.items() for word in pair), "--port", str(port)]
 
 
