@@ -28,15 +28,6 @@ def native_run(op):
     return next(i.run for i in op.implementations if i.native and i.name == "native")
 
 
-@pytest.fixture(params=["avx512_vnni", "avx2", "scalar"])
-def isa(request):
-    usual = native.isa()
-    if not native.use_isa(request.param):
-        pytest.skip(f"this machine lacks {request.param}")
-    yield request.param
-    native.use_isa(usual)
-
-
 @op(cost=lambda out, x: Cost())
 def doubled(out, x) -> None:
     out.copy_(2 * x)

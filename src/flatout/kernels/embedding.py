@@ -54,6 +54,4 @@ def _embedding_native(out: Tensor, ids: Tensor, weight: Tensor, scale: float) ->
     native.gather(out, weight, ids, scale)
 
 
-@gather_rows.implementation("native", lambda out, source, indices: _native_accepts(out, source), native=True)
-def _gather_native(out: Tensor, source: Tensor, indices: Tensor) -> None:
-    native.gather(out, source, indices)
+gather_rows.implementation("native", lambda out, source, indices: _native_accepts(out, source), native=True)(native.gather)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from flatout.kernels import native
+from flatout.kernels.native import FROM_DEVICE
 from flatout.kernels.op import Cost, nbytes, op
-
-FROM_DEVICE = -1  # a staged id that means the slot's last one: step.FROM_DEVICE, which kernels may not import
 
 
 def _inputs_cost(
@@ -105,21 +104,7 @@ def _native_accepts(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and native.available()
 
 
-@decode_inputs.implementation("native", lambda *args: _native_accepts(args[0]), native=True)
-def _inputs_native(
-    tokens: Tensor,
-    positions: Tensor,
-    kv_lens: Tensor,
-    kv_slots: Tensor,
-    rows: Tensor,
-    tables: Tensor,
-    staged: Tensor,
-    last_ids: Tensor,
-    block_size: int,
-) -> None:
-    native.inputs(tokens, positions, kv_lens, kv_slots, rows, tables, staged, last_ids, block_size, FROM_DEVICE)
-
-
-@remember.implementation("native", lambda last_ids, slots, ids: _native_accepts(ids) and slots.dtype == torch.int32, native=True)
-def _remember_native(last_ids: Tensor, slots: Tensor, ids: Tensor) -> None:
-    native.remember(last_ids, slots, ids)
+decode_inputs.implementation("native", lambda *args: _native_accepts(args[0]), native=True)(native.inputs)
+remember.implementation("native", lambda last_ids, slots, ids: _native_accepts(ids) and slots.dtype == torch.int32, native=True)(
+    native.remember
+)

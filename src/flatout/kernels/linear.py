@@ -20,11 +20,12 @@ from flatout.kernels.op import Cost, nbytes, op, shape_class
 NATIVE_ROWS = 64  # up to which the native library may be the fastest
 
 
-def _native_suits(out: Tensor, x: Tensor, weight: Tensor) -> bool:
-    """What the native library multiplies: few rows on the CPU."""
+def _native_suits(out: Tensor, x: Tensor, weight: Tensor, invariant: bool) -> bool:
+    """What the native library multiplies: few rows on the CPU. Not where a row must have the same bits in any company: more rows are torch's."""
     kinds = (torch.float32, torch.bfloat16)
     return (
         x.device.type == "cpu"
+        and not invariant
         and native.available()
         and x.shape[0] <= NATIVE_ROWS
         and x.shape[1] % 16 == 0
@@ -95,11 +96,7 @@ def _weight_first(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, i
     out.copy_(turned.t())
 
 
-def _native_accepts(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> bool:
-    return not invariant and _native_suits(out, x, weight)
-
-
-@linear.implementation("native", _native_accepts, native=True)
+@linear.implementation("native", lambda out, x, weight, bias, invariant: _native_suits(out, x, weight, invariant), native=True)
 def _native(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> None:
     native.product(out, x, weight, _bits(weight), bias)
 
@@ -144,13 +141,7 @@ def _add_composed(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bi
     add.dispatch(stream, scratch, scale)
 
 
-def _add_native_accepts(
-    stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool
-) -> bool:
-    return not invariant and _native_suits(stream, x, weight)
-
-
-@linear_add.implementation("native", _add_native_accepts, native=True)
+@linear_add.implementation("native", lambda *a: _native_suits(a[0], a[2], a[3], a[6]), native=True)
 def _add_native(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> None:
     native.product(stream, x, weight, _bits(weight), bias, add=True, scale=scale)
 
@@ -223,21 +214,7 @@ def _norm_linear_composed(
     linear.dispatch(out, scratch, weight, bias, invariant)
 
 
-def _norm_linear_native_accepts(
-    out: Tensor,
-    scratch: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    offset: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    invariant: bool,
-) -> bool:
-    return not invariant and _native_suits(out, x, weight)
-
-
-@norm_linear.implementation("native", _norm_linear_native_accepts, native=True)
+@norm_linear.implementation("native", lambda *a: _native_suits(a[0], a[2], a[6], a[8]), native=True)
 def _norm_linear_native(
     out: Tensor,
     scratch: Tensor,
@@ -329,23 +306,7 @@ def _norm_gated_composed(
     gate_mul.dispatch(out, wide, activation)
 
 
-def _norm_gated_native_accepts(
-    out: Tensor,
-    scratch: Tensor,
-    wide: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    offset: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    invariant: bool,
-) -> bool:
-    return not invariant and _native_suits(out, x, weight)
-
-
-@norm_gated.implementation("native", _norm_gated_native_accepts, native=True)
+@norm_gated.implementation("native", lambda *a: _native_suits(a[0], a[3], a[7], a[10]), native=True)
 def _norm_gated_native(
     out: Tensor,
     scratch: Tensor,

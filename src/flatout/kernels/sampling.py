@@ -133,13 +133,11 @@ def greedy(ids: Tensor, logits: Tensor) -> None:
         _greedy_together(ids, logits)
 
 
-@greedy.implementation(
+greedy.implementation(
     "native",
     lambda ids, logits: logits.device.type == "cpu" and native.available() and logits.dtype == torch.float32 and logits.stride(1) == 1,
     native=True,
-)
-def _greedy_native(ids: Tensor, logits: Tensor) -> None:
-    native.greedy(ids, logits)
+)(native.greedy)
 
 
 @op(cost=_draw_cost, outs=("ids",), updates=("ids",), key=_draw_key, last_resort=True)

@@ -138,7 +138,7 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
     if device.type == "cpu" and backend.captures and not config.device.enforce_eager:
         most = min(seqs, MOST_WARMED)
         runner.executor.decodes = DecodeGraphs(runner.executor, runner.slots, block_size, range(1, most + 1))
-        lines.append(f"programs: decode steps of up to {most} rows are one call of the native library each, made when a size is first met")
+        lines.append(f"programs: decode steps of up to {most} rows run as the native library's, each made when its size is first met")
     if graphs is not None:
         free = torch.cuda.mem_get_info()[0]
         if why := graphs.capture():

@@ -20,6 +20,7 @@ from torch import Tensor
 
 LINES = 16  # of a weight are packed together, one for each lane of 32 bits
 GROUP = 32  # elements share a scale
+FROM_DEVICE = -1  # a staged id that means the slot's last one: step.FROM_DEVICE, which kernels may not import
 # by kind, of a block of lines' group: values, then float16 scales, of 4 bits float16 minima too
 BYTES = {4: LINES * (GROUP // 2 + 4), 8: LINES * (GROUP + 2)}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -248,8 +249,8 @@ class Rows:
 
     def attend(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, softcap: float) -> None:
         """out [T, heads * D] of these rows' tokens = softmax(scale * q k^T) v; scores s are capped to softcap * tanh(s / softcap), 0: not.
-        q [T, heads * D], its rows apart as they like; k_cache, v_cache [slots, kv_heads, D], contiguous; one type, float32 or bfloat16, or a cache of float16
-        beside float32."""
+        q [T, heads * D], its rows apart as they like; k_cache, v_cache [slots, kv_heads, D], contiguous; one type, float32 or bfloat16, or a cache
+        of float16 beside float32."""
         _, kv_heads, dim = k_cache.shape
         asked = _ATTENTION.pack(
             *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
@@ -355,7 +356,6 @@ def inputs(
     staged: Tensor,
     last_ids: Tensor,
     block_size: int,
-    from_device: int,
 ) -> None:
     """kernels/inputs.py:decode_inputs, whose operands these are, all contiguous. IndexError: a slot, column or position that is none."""
     count = tokens.shape[0]
@@ -363,7 +363,7 @@ def inputs(
         *(t.data_ptr() for t in (tokens, positions, kv_slots, kv_lens, rows, tables, staged, last_ids)),
         *(count, (staged.shape[0] - 1) // 3 - count, *tables.shape),
         block_size,
-        from_device,
+        FROM_DEVICE,
     )
     if _declined("inputs", asked):
         raise IndexError(f"inputs: a staged slot, column or position is outside of the tables {tuple(tables.shape)}")

@@ -1,5 +1,5 @@
-// What an instruction set's kernels offer to products.cpp, attention.cpp and step.cpp: one table for each, chosen by cpu.cpp. Nothing here knows of threads.
-// Filled by scalar.cpp, avx2.cpp and avx512.cpp from kernels.inc.
+// What an instruction set's kernels offer to products.cpp, attention.cpp and step.cpp: one table for each, chosen by cpu.cpp. Nothing here knows
+// of threads. Filled by scalar.cpp, avx2.cpp and avx512.cpp from kernels.inc.
 
 #ifndef FLATOUT_KERNELS_H
 #define FLATOUT_KERNELS_H
@@ -47,7 +47,6 @@ struct Kernels {
   int most_rows;  // in a tile: as many sums as the registers hold
 
   float (*norm_factor)(const FlatoutProduct& product, int64_t row);  // rsqrt(mean(x^2) + eps)
-  void (*plain_row)(const FlatoutProduct& product, int64_t row, float factor, float* to);  // of x, normed by its factor if that is asked
   // Groups begin ... end - 1 of row `row` of x, normed by its factor if that is asked, as row `place` of a tile.
   void (*quantise)(const FlatoutProduct& product, int64_t row, float factor, const Tile& tile, int place, int64_t begin, int64_t end);
   Dot dot[2][kMostRows];  // [kind 4, kind 8][rows - 1]

@@ -111,7 +111,7 @@ bool multiply_many(const FlatoutProduct& p, const Kernels& k) {
     const int64_t all = amx::padded(p.rows);
     for (int64_t r = all * part / parts; r < all * (part + 1) / parts; r++) {
       const bool real = r < p.rows;
-      if (real) k.plain_row(p, r, p.norm ? k.norm_factor(p, r) : 1.0f, row);
+      if (real) k.prepare[1](p, r, row);  // as float32
       amx::round_row(real ? row : nullptr, p.columns, r, x);
     }
   });
