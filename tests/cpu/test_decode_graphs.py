@@ -88,11 +88,7 @@ class Apart(Slots):
 
     def __init__(self, *sizes):
         super().__init__(*sizes)
-        self.tables = self.tables.clone()
-
-    def apply(self, plan):
-        super().apply(plan)
-        self.tables[plan.block_slots, plan.block_columns] = torch.from_numpy(plan.block_ids)
+        self.tables, self._apart = self.tables.clone(), True
 
 
 @dataclass

@@ -26,7 +26,9 @@ class Inputs:
 
 
 def build_inputs(plan: StepPlan, slots: Slots, block_size: int, groups: int, narrow: bool = False) -> Inputs:
-    """`groups`: number of cache groups; all of them share one table so far. narrow: only sampled tokens are asked about (ForwardBatch.last)."""
+    """Gives slots the plan's blocks. `groups`: number of cache groups; all of them share one table so far. narrow: only sampled tokens are asked
+    about (ForwardBatch.last)."""
+    news = slots.write(plan)
     counts = plan.counts.astype(np.int64)
     tokens = plan.num_tokens
     ends = np.cumsum(counts)
@@ -42,23 +44,28 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, groups: int, nar
     few: list[np.ndarray] = (
         [kv_lens[sampled].astype(np.int32), np.arange(len(sampled) + 1, dtype=np.int32), np.arange(len(sampled))] if narrow else []
     )
-    token_ids, position, kv_slot, sample_rows, sampled_slots, late_at, late_slots, q_starts, kv_len, table_rows, last_rows, *last = upload(
-        slots.device,
-        [
-            np.where(plan.token_ids == FROM_DEVICE, 0, plan.token_ids).astype(np.int64),
-            positions,
-            kv_slots,
-            ends[sampled] - 1,
-            plan.slots[sampled].astype(np.int64),
-            late,
-            slot_of_token[late].astype(np.int64),
-            np.concatenate([[0], ends], dtype=np.int32),
-            kv_lens.astype(np.int32),
-            plan.slots,
-            plan.slots[sampled],
-            *few,
-        ],
+    token_ids, position, kv_slot, sample_rows, sampled_slots, late_at, late_slots, q_starts, kv_len, table_rows, last_rows, *others = (
+        upload(
+            slots.device,
+            [
+                np.where(plan.token_ids == FROM_DEVICE, 0, plan.token_ids).astype(np.int64),
+                positions,
+                kv_slots,
+                ends[sampled] - 1,
+                plan.slots[sampled].astype(np.int64),
+                late,
+                slot_of_token[late].astype(np.int64),
+                np.concatenate([[0], ends], dtype=np.int32),
+                kv_lens.astype(np.int32),
+                plan.slots,
+                plan.slots[sampled],
+                *few,
+                *news,
+            ],
+        )
     )
+    if news:
+        slots.put(*others[len(few) :])
     if len(late):
         token_ids[late_at] = slots.last_ids[late_slots]
 
@@ -75,7 +82,7 @@ def build_inputs(plan: StepPlan, slots: Slots, block_size: int, groups: int, nar
     )
     host = HostBatch(q_lens=plan.counts, kv_lens=kv_lens.astype(np.int32), block_tables=(slots.host_tables[plan.slots, :width],) * groups)
     if narrow:
-        lengths, starts, every = last
+        lengths, starts, every = others[: len(few)]
         batch.last = ForwardBatch(
             tokens=sample_rows[:0],
             positions=sample_rows[:0],

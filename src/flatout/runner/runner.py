@@ -120,7 +120,6 @@ class Runner:
             begins()
             decodes.run(step, staged)
             return self._choose(step, plan), inputs_s
-        self.slots.apply(plan)
         inputs = build_inputs(plan, self.slots, self.block_size, self.groups, narrow=not rating)
         inputs_s = time.perf_counter() - begin
 

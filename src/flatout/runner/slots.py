@@ -24,12 +24,10 @@ class Slots:
         self.spare = max_slots
         self.last_ids = torch.zeros(max_slots + 1, dtype=torch.int64, device=device)
         self.host_tables = np.zeros((max_slots + 1, max_blocks), np.int32)
-        # on the CPU the twin is the table itself
-        self.tables = (
-            torch.from_numpy(self.host_tables)
-            if device.type == "cpu"
-            else torch.zeros(max_slots + 1, max_blocks, dtype=torch.int32, device=device)
-        )
+        self.tables = torch.from_numpy(self.host_tables)
+        self._apart = device.type != "cpu"  # on the CPU the twin is the table itself
+        if self._apart:
+            self.tables = self.tables.to(device)
 
     def spare_block(self, block: int) -> None:
         """A block that no request will ever be given."""
@@ -38,11 +36,15 @@ class Slots:
 
     def apply(self, plan: StepPlan) -> None:
         """Write the plan's newly given blocks into the tables."""
+        if news := self.write(plan):
+            self.put(*upload(self.device, news))
+
+    def write(self, plan: StepPlan) -> list[np.ndarray]:
+        """apply() on the host. What put() wants of it on the device: three arrays, or nothing."""
         if len(plan.block_ids) == 0:
-            return
+            return []
         self.host_tables[plan.block_slots, plan.block_columns] = plan.block_ids
-        if self.device.type != "cpu":
-            slots, columns, ids = upload(
-                self.device, [plan.block_slots.astype(np.int64), plan.block_columns.astype(np.int64), plan.block_ids]
-            )
-            self.tables.index_put_((slots, columns), ids)
+        return [plan.block_slots.astype(np.int64), plan.block_columns.astype(np.int64), plan.block_ids] if self._apart else []
+
+    def put(self, slots: torch.Tensor, columns: torch.Tensor, ids: torch.Tensor) -> None:
+        self.tables.index_put_((slots, columns), ids)
