@@ -199,7 +199,7 @@ def test_a_files_own_weights_are_kept_where_they_run():
         return config.model.quantization, config.model.dtype, config.cache.kv_cache_dtype
 
     plain = resolve(Config(), SPEC, MACHINE)[0].model.dtype
-    assert decided() == ("gguf", "float32", "float16")
+    assert decided() == ("gguf", "float32", "bfloat16")
     assert decided(kept=False) == decided(native=False) == decided(quantization="none") == ("none", plain, plain)
     assert decided(dtype="float32") == ("none", "float32", "float32")
     assert decided(dtype="bfloat16", quantization="gguf") == ("gguf", "bfloat16", "bfloat16")
@@ -208,7 +208,7 @@ def test_a_files_own_weights_are_kept_where_they_run():
     assert decided(dtype="float32", kv_cache_dtype="float16") == ("none", "float32", "float16")
     assert decided(GPU)[0] == "none" and decided(GPU, device="cpu")[0] == "gguf"
     for options, asked in (
-        ({"kv_cache_dtype": "bfloat16"}, "bfloat16 beside --dtype float32"),
+        ({"kv_cache_dtype": "bfloat16", "dtype": "float32", "native": False}, "bfloat16 beside --dtype float32"),
         ({"dtype": "bfloat16", "kv_cache_dtype": "float16"}, "float16 beside --dtype bfloat16"),
         ({"dtype": "float32", "kv_cache_dtype": "float16", "native": False}, "float16 beside --dtype float32"),
     ):

@@ -60,7 +60,7 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = setting(None, "exact number of KV blocks")
     kv_cache_dtype: str = setting(
         "auto",
-        "type of keys and values; auto: --dtype, or float16 beside --quantization gguf",
+        "type of keys and values; auto: --dtype, or bfloat16 beside --quantization gguf",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     enable_prefix_caching: bool = setting(True, "share KV blocks between prompts with the same beginning")
@@ -252,16 +252,16 @@ def resolve(
     if packed and dtype == "float16":
         raise ConfigError("--quantization: gguf multiplies rows of bfloat16 or float32; use --dtype bfloat16")
 
-    narrow = on_cpu and native and dtype == "float32" and not _unattended(spec)  # float16 beside float32 is read in place
+    narrow = on_cpu and native and dtype == "float32" and not _unattended(spec)  # 16 bits beside float32 are read in place
     if config.cache.kv_cache_dtype == "auto":
         if packed and narrow:
-            decide("kv_cache_dtype", "float16", "half of float32, read as it lies, and its rounding is lost beside that of the rows")
+            decide("kv_cache_dtype", "bfloat16", "half of float32, read as it lies, and its rounding is lost beside that of the rows")
         else:
             options["kv_cache_dtype"] = dtype
-    elif config.cache.kv_cache_dtype not in (dtype, *(("float16",) if narrow else ())):
+    elif config.cache.kv_cache_dtype not in (dtype, *(("float16", "bfloat16") if narrow else ())):
         raise ConfigError(
             f"--kv-cache-dtype: {config.cache.kv_cache_dtype} beside --dtype {dtype} is not built here; leave it out"
-            + ("" if dtype == "float32" else ", or use float16 with --dtype float32 on a CPU")
+            + ("" if dtype == "float32" else ", or use bfloat16 or float16 with --dtype float32 on a CPU")
         )
 
     length = config.model.max_model_len

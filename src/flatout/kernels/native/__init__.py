@@ -77,7 +77,7 @@ def lacking() -> list[str]:
 
 def keeps(cache: torch.dtype, rows: torch.dtype) -> bool:
     """Whether keys and values of rows of this type can be kept in a cache of that one, which attention of single queries then reads."""
-    return rows in (torch.float32, torch.bfloat16) and (cache == rows or (rows, cache) == (torch.float32, torch.float16))
+    return rows in (torch.float32, torch.bfloat16) and (cache == rows or (rows == torch.float32 and cache in (torch.float16, torch.bfloat16)))
 
 
 def isa() -> str:
@@ -250,7 +250,7 @@ class Rows:
     def attend(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, softcap: float) -> None:
         """out [T, heads * D] of these rows' tokens = softmax(scale * q k^T) v; scores s are capped to softcap * tanh(s / softcap), 0: not.
         q [T, heads * D], its rows apart as they like; k_cache, v_cache [slots, kv_heads, D], contiguous; one type, float32 or bfloat16, or a cache
-        of float16 beside float32."""
+        of 16 bits beside float32."""
         _, kv_heads, dim = k_cache.shape
         asked = _ATTENTION.pack(
             *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
@@ -282,7 +282,7 @@ def rotate(
     offset: float,
 ) -> None:
     """kernels/rope.py:rope_kv_write, whose operands these are; norms are of single heads, all types alike but for a cache of
-    float16 beside float32."""
+    16 bits beside float32."""
     tokens, heads, dim = qk.shape
     kv_heads = value.shape[1]
     asked = _ROTATION.pack(

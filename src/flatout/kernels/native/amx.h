@@ -1,4 +1,5 @@
-// Many rows by AMX: products (amx.cpp), which products.cpp asks for, and attention (amx_attention.cpp).
+// By AMX: products of many rows (amx.cpp), which products.cpp asks for, attention of chunks (amx_attention.cpp) and of single queries
+// (amx_decode.cpp), which attention.cpp asks for.
 
 #ifndef FLATOUT_AMX_H
 #define FLATOUT_AMX_H
@@ -21,6 +22,12 @@ int64_t scratch_bytes(int64_t rows, int64_t columns);  // of one pair(), aligned
 void pair(const FlatoutProduct& product, const uint16_t* x, int64_t first, int64_t second, char* scratch);
 
 int chunk(const FlatoutChunk& chunk);  // flatout_chunk(), where available()
+
+// Single queries: whether attend() does them here, in place of the table's of kernels.h; the bytes of one row's query as lay_query() leaves it.
+bool attends(const FlatoutAttention& attention);
+int64_t query_bytes(const FlatoutAttention& attention);
+void lay_query(const FlatoutAttention& attention, int64_t index, uint16_t* to);
+void attend(const FlatoutAttention& attention, int64_t index, int64_t first, int64_t end, const uint16_t* query, const AttentionPiece& to);
 
 }  // namespace amx
 }  // namespace flatout

@@ -2,8 +2,9 @@
 // piece. No arithmetic: attention.inc's.
 //
 // A context is cut into pieces of kPiece keys whatever the threads and the other rows, and its pieces are put together in order, so a row has the
-// same bits in any company.
+// same bits in any company. A piece is all heads' keys: they lie side by side, and are read as they lie.
 
+#include "amx.h"
 #include "kernels.h"
 #include "pool.h"
 #include "scratch.h"
@@ -13,8 +14,9 @@
 namespace flatout {
 namespace {
 
-constexpr int64_t kPiece = 256;        // keys: a longer context is shared among threads
 constexpr int64_t kPartTokens = 4096;  // elements to rotate, about a microsecond
+constexpr int64_t kPartMerge = 32768;  // likewise to put together
+constexpr int64_t kPartQueries = 8192; // bytes to lay out
 
 bool can(const FlatoutAttention& a) {
   return is_type(a.type) && is_cache(a.cache_type, a.type) && a.q && a.k && a.v && a.out && a.tables && a.kv_lens && a.rows && a.tokens && a.count >= 0 && a.kv_heads > 0 &&
@@ -45,46 +47,55 @@ FLATOUT_API int flatout_attention(const FlatoutAttention* attention) {
   if (!attention || !can(*attention)) return 1;
   const FlatoutAttention& a = *attention;
   const Kernels& k = kernels();
-  const int64_t heads = a.heads / a.kv_heads, floats = heads * (2 + a.dim + kPiece);
-  int64_t total = 0;
+  int64_t jobs = 0;
   for (int64_t i = 0; i < a.count; i++) {
     if (a.kv_lens[a.rows[i]] < 1) return 1;
-    total += pieces_of(a, i);
+    jobs += pieces_of(a, i);
   }
-  if (total == 0) return 0;
+  if (jobs == 0) return 0;
   struct Job {
-    int32_t index, kv_head, piece;
+    int32_t index, piece;
   };
-  const int64_t jobs = total * a.kv_heads;
-  char* memory = scratch.at_least(static_cast<size_t>(jobs) * (sizeof(AttentionPiece) + sizeof(Job) + floats * sizeof(float) + 64) + 64);
+  const int64_t floats = a.heads * (2 + a.dim + kPiece), stride = (floats + 15) / 16 * 16;
+  const bool tiles = amx::attends(a);
+  const int64_t query = tiles ? amx::query_bytes(a) : 0;
+  char* memory = scratch.at_least(static_cast<size_t>(a.count) * query + static_cast<size_t>(jobs) * (stride * sizeof(float) + sizeof(AttentionPiece) + sizeof(Job)));
   if (!memory) return 1;
-  // floats first: they are read as vectors
-  float* at = reinterpret_cast<float*>(memory);
-  AttentionPiece* pieces = reinterpret_cast<AttentionPiece*>(at + jobs * (floats + 16 - floats % 16));
+  // what is read as vectors first
+  const auto query_of = [&](int64_t index) { return reinterpret_cast<uint16_t*>(memory + index * query); };
+  float* at = reinterpret_cast<float*>(memory + a.count * query);
+  AttentionPiece* pieces = reinterpret_cast<AttentionPiece*>(at + jobs * stride);
   Job* job = reinterpret_cast<Job*>(pieces + jobs);
   int64_t n = 0;
   for (int64_t i = 0; i < a.count; i++) {
-    const int64_t count = pieces_of(a, i);
-    for (int32_t h = 0; h < a.kv_heads; h++) {
-      for (int64_t p = 0; p < count; p++, n++, at += floats + 16 - floats % 16) {
-        job[n] = {static_cast<int32_t>(i), h, static_cast<int32_t>(p)};
-        pieces[n] = {at, at + heads, at + 2 * heads, at + 2 * heads + heads * a.dim};
-      }
+    for (int64_t p = 0; p < pieces_of(a, i); p++, n++, at += stride) {
+      job[n] = {static_cast<int32_t>(i), static_cast<int32_t>(p)};
+      pieces[n] = {at + a.heads * (a.dim + kPiece), at + a.heads * (a.dim + kPiece + 1), at, at + a.heads * a.dim};
     }
   }
   Turn turn;
+  if (tiles) {
+    share_ranges(a.count, a.count * query, kPartQueries, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) amx::lay_query(a, i, query_of(i));
+    });
+  }
   share_ranges(jobs, jobs, 1, [&](int64_t begin, int64_t end) {
     for (int64_t j = begin; j < end; j++) {
-      const int64_t first = first_key(a, job[j].index) + job[j].piece * kPiece;
-      const int64_t last = std::min<int64_t>(first + kPiece, a.kv_lens[a.rows[job[j].index]]);
-      k.attend(a, job[j].index, job[j].kv_head, first, last, pieces[j]);
+      const int64_t first = first_key(a, job[j].index) + job[j].piece * kPiece, keys = a.kv_lens[a.rows[job[j].index]];
+      const int64_t last = std::min(first + kPiece, keys);
+      if (tiles) amx::attend(a, job[j].index, first, last, query_of(job[j].index), pieces[j]);
+      else k.attend(a, job[j].index, first, last, pieces[j]);
     }
   });
-  for (int64_t j = 0; j < jobs;) {
-    const int64_t count = pieces_of(a, job[j].index);
-    k.merge(a, job[j].index, job[j].kv_head, pieces + j, count);
-    j += count;
-  }
+  share_ranges(a.count, jobs * a.heads * a.dim, kPartMerge, [&](int64_t begin, int64_t end) {
+    int64_t j = 0;
+    for (int64_t i = 0; i < begin; i++) j += pieces_of(a, i);
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t count = pieces_of(a, i);
+      k.merge(a, i, pieces + j, count);
+      j += count;
+    }
+  });
   return 0;
 }
 

@@ -14,7 +14,9 @@ constexpr int kMostRows = 16; // in a tile
 
 constexpr bool is_type(int32_t type) { return type == FLATOUT_FLOAT32 || type == FLATOUT_BFLOAT16; }
 
-constexpr bool is_cache(int32_t cache_type, int32_t type) { return cache_type == type || (cache_type == FLATOUT_FLOAT16 && type == FLATOUT_FLOAT32); }
+constexpr bool is_cache(int32_t cache_type, int32_t type) {
+  return cache_type == type || (type == FLATOUT_FLOAT32 && (cache_type == FLATOUT_FLOAT16 || cache_type == FLATOUT_BFLOAT16));
+}
 
 constexpr int64_t group_bytes(int kind) { return kind == 4 ? 320 : 544; }
 
@@ -33,11 +35,13 @@ constexpr int64_t prepared_stride(int64_t columns) { return (columns + 31) / 32 
 
 constexpr int kMostDim = 256, kMostHeads = 8;  // of a head; to a KV head
 
-// What the query heads of one KV head found among some of a row's keys.
+constexpr int64_t kPiece = 64;  // keys: two threads share a short context, too
+
+// What a row's query heads found among some of its keys.
 struct AttentionPiece {
   float *largest, *total;  // [heads]: score, sum of exponentials
   float* mixed;            // [heads][dim]: values weighted by the exponentials
-  float* scores;           // [heads][keys], scratch
+  float* scores;           // [heads][kPiece], scratch
 };
 
 struct Kernels {
@@ -56,8 +60,9 @@ struct Kernels {
   void (*multiply[2])(const void* weight, const void* next, int64_t columns, int lines, const float* x, int rows, float* sums);
   // A tile's sums over 16 lines, of a gate and its up where there is one: bias, gate, scale and residual, into out.
   void (*finish)(const FlatoutProduct& product, int64_t row, int rows, int64_t line, const float* sums, const float* ups);
-  void (*attend)(const FlatoutAttention& attention, int64_t index, int kv_head, int64_t first, int64_t end, const AttentionPiece& to);
-  void (*merge)(const FlatoutAttention& attention, int64_t index, int kv_head, const AttentionPiece* pieces, int64_t count);
+  // A row's keys first ... end - 1, of which there are 1 to kPiece.
+  void (*attend)(const FlatoutAttention& attention, int64_t index, int64_t first, int64_t end, const AttentionPiece& to);
+  void (*merge)(const FlatoutAttention& attention, int64_t index, const AttentionPiece* pieces, int64_t count);
   void (*rotate)(const FlatoutRotation& rotation, int64_t token);
   void (*scale)(void* out, const void* x, int64_t width, int type, float scale);
   int64_t (*likeliest)(const float* logits, int64_t width);  // as flatout_greedy says
