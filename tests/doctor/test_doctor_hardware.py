@@ -327,6 +327,17 @@ def test_real_rates(small):
     assert kept_rates(Hardware("cpu", "another", None, GIB, 2, True), torch.__version__) is None
 
 
+def test_a_torch_without_int8_products_says_so(small, monkeypatch):
+    def missing(a, b):
+        raise RuntimeError("_int_mm is not implemented")
+
+    monkeypatch.setattr(measure.torch, "_int_mm", missing)
+    facts = by_key(measure.measured(Hardware("cpu", "no bfloat16", None, 8 * GIB, 2, False), False))
+    assert facts["matrix_float32_flop_per_s"].value["median"] > 0
+    assert facts["matrix_int8_flop_per_s"].needs == "a torch that multiplies int8 here"
+    assert facts["matrix_bfloat16_flop_per_s"].value is None
+
+
 def rate(median, foreign=0.0, high=None, name="matrix_float32", unit="FLOP/s"):
     return Rate(name, unit, median, median * 0.9, high or median * 1.1, "test", foreign)
 
@@ -368,6 +379,8 @@ def test_a_busy_machine_is_told(small, monkeypatch):
     assert "the runs differ" in facts["matrix_int8_flop_per_s"].warning
     assert facts["matrix_float32_flop_per_s"].value == {"median": 5e9, "low": 4.5e9, "high": 5.5e9, "method": "test", "foreign_cores": 0.6}
     assert facts["launch_eager_seconds"].needs == "a CUDA device"
+    assert "bfloat16 arithmetic" in facts["matrix_bfloat16_flop_per_s"].needs
+    assert "8.9" in facts["matrix_float8_flop_per_s"].needs
     monkeypatch.setattr(measure, "_measure", lambda machine: [rate(7e9), rate(9.5e9, name="matrix_int8")])
     assert not by_key(measure.measured(CPU, True))["matrix_float32_flop_per_s"].warning
 

@@ -285,6 +285,13 @@ def test_what_cannot_be_asked(capsys, argv, code, named):
     assert named in err
 
 
+def test_the_help_tells_the_limits(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main(["doctor", "selfcheck", "--help"])
+    assert f"(default: {EXACT.error:.4f} in float32, else {ROUNDED.error})" in " ".join(capsys.readouterr().out.split())
+
+
 def test_prompts_have_names_and_lengths_of_many_kinds():
     lengths = [len(text) for text in PROMPTS.values()]
     assert len(PROMPTS) == 20

@@ -30,8 +30,10 @@ def measured(hardware: Hardware, refresh: bool) -> Section:
     """From the cache or now (5 s on two cores); what this device does not do says what it needs."""
     memory, rates = ceilings(hardware, refresh), matrix_and_launch_rates(hardware, refresh)
     facts = [*_bandwidths(memory), *(_shown(rate, hardware) for rate in rates.rates)]
-    if hardware.device != "cuda":
-        facts += [Fact(f"{name}_{_UNITS[unit]}", label, needs="a CUDA device") for name, label, unit in _OF_CUDA]
+    found = {rate.name for rate in rates.rates}
+    lacking = [(f"matrix_{name}", f"product in {name}", "FLOP/s", needs) for name, needs in _NEEDS.items()]
+    lacking += [(*known, "a CUDA device") for known in _OF_CUDA]
+    facts += [Fact(f"{name}_{_UNITS[unit]}", label, needs=needs) for name, label, unit, needs in lacking if name not in found]
     when = [datetime.fromtimestamp(t).strftime("%Y-%m-%d %H:%M") for t in (memory.measured, rates.measured)]
     again = when[0] if when[0] == when[1] else f"{when[0]} and {when[1]}"
     return Section("measured", f"Measured {again} (--measure: anew); median, low to high of {RUNS} runs", facts)
@@ -98,6 +100,11 @@ _OF_CUDA = (
     ("launch_eager", "kernel launch, eager", "s"),
     ("launch_in_graph", "kernel in a graph", "s"),
 )
+_NEEDS = {  # by type of a product that not every device has
+    "bfloat16": "a processor with bfloat16 arithmetic",
+    "int8": "a torch that multiplies int8 here",
+    "float8": "a GPU of compute capability 8.9 or later",
+}
 _WARNING = "measured on a busy machine"
 _LABELS = {name: label for name, label, _ in _OF_CUDA}
 
@@ -109,7 +116,8 @@ def _measure(hardware: Hardware) -> Iterator[Rate]:
     torch.set_float32_matmul_precision("highest")  # no TF32
     try:
         for name, product in _products(hardware):
-            yield _matrix(name, product, hardware)
+            if name != "int8" or _int8_runs(hardware.device):
+                yield _matrix(name, product, hardware)
         if cuda:
             yield from _transfers()
             yield from _launches()
@@ -147,6 +155,16 @@ def _products(hardware: Hardware) -> Iterator[tuple[str, Callable[[int], Callabl
     yield "int8", int8
     if hardware.capability is not None and hardware.capability >= (8, 9):
         yield "float8", fp8
+
+
+def _int8_runs(device: str) -> bool:
+    """Whether this build of torch has the product here: it says so by raising."""
+    some = torch.ones(32, 32, dtype=torch.int8, device=device)
+    try:
+        torch._int_mm(some, some.t())
+    except RuntimeError:
+        return False
+    return True
 
 
 def _matrix(name: str, product: Callable[[int], Callable[[], object]], hardware: Hardware) -> Rate:

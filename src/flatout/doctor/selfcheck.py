@@ -27,7 +27,7 @@ from flatout.request import Request, SamplingParams
 from flatout.step import StepPlan
 
 if TYPE_CHECKING:
-    from flatout.llm import LLM
+    from flatout.llm import LLM, RequestOutput
     from flatout.modelfile.sources import ModelSource
     from flatout.modelfile.spec import ModelSpec
 
@@ -358,24 +358,29 @@ def _greedy_runs(llm: LLM, prompts: Sequence[Prompt]) -> Iterator[Run]:
     params = SamplingParams(temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True)
     scheduler, executor = llm.engine.scheduler, llm.engine.runner.executor
 
-    def alone(salt: str) -> list[list[int]]:
-        return [llm.generate([p.ids], params, use_tqdm=False, cache_salt=salt)[0].outputs[0].token_ids for p in prompts]
+    def ids(results: Sequence[RequestOutput]) -> list[list[int]]:
+        return [result.outputs[0].token_ids for result in results]
+
+    def alone(salt: str) -> list[RequestOutput]:
+        return [llm.generate([p.ids], params, use_tqdm=False, cache_salt=salt)[0] for p in prompts]
 
     def run(name: str, tokens: list[list[int]]) -> Run:
         first = next(((p, a, b) for p, a, b in zip(prompts, base, tokens) if a != b), None)
         return Run(name, sum(a == b for a, b in zip(base, tokens)), len(base), _difference(*first) if first else None)
 
-    base = alone("alone")
+    base = ids(alone("alone"))
     if executor.decodes is not None:
         with _set(executor, "decodes", None):
-            yield run("op by op", alone("op by op"))
-    if llm.config.cache.enable_prefix_caching:
-        yield run("prefix cached", alone("alone"))
+            yield run("op by op", ids(alone("op by op")))
+    again = alone("alone")
+    if any(result.cached_tokens for result in again):
+        yield run("prefix cached", ids(again))
     if llm.config.scheduler.enable_chunked_prefill:
         with _set(scheduler, "budget", CUT):
-            yield run(f"chunks of {CUT}", alone("chunks"))
-    results = llm.generate([p.ids for p in prompts], params, use_tqdm=False, cache_salt="company")
-    yield run(f"{len(prompts)} together", [r.outputs[0].token_ids for r in results])
+            yield run(f"chunks of {CUT}", ids(alone("chunks")))
+    if len(prompts) > 1:
+        together = llm.generate([p.ids for p in prompts], params, use_tqdm=False, cache_salt="company")
+        yield run(f"{len(prompts)} together", ids(together))
 
 
 def _difference(prompt: Prompt, base: list[int], other: list[int]) -> str:

@@ -48,7 +48,7 @@ def configure(parser: Parser) -> None:
         type=int,
         metavar="N",
         default=len(PROMPTS),
-        help=f"only the first N of the {len(PROMPTS)} prompts; a large model on a CPU takes minutes for all",
+        help=f"only the first N of the {len(PROMPTS)} prompts, for a large model on a slow machine",
     )
     parser.flag(
         group, "--json", action="store_true", default=False, help="everything as JSON, with units in the names and no prompt's text"
