@@ -36,15 +36,8 @@ KNOWN_BAD = (
         1,
         "this torch's CUDA {left} needs a newer driver than one for {right}: torch will see no GPU; update the driver",
     ),
-    Bad(
-        "cuda",
-        "<",
-        "12.8",
-        2,
-        "CUDA {left} has no code for GPUs of compute capability 10 and later; take a torch for CUDA 12.8 or later there",
-    ),
     Bad("triton", "!=", "torch_triton", 2, "torch was released with Triton {right}: pip install triton=={right}"),
-    Bad("numpy", ">", "2.999", 1, "flatout is written for numpy up to 2"),
+    Bad("numpy", ">", "2", 1, "flatout is written for numpy up to 2"),
 )
 
 
