@@ -145,6 +145,8 @@ def test_other_engines_are_the_benchmarks_alone(engine, file):
 LIGHT = {
     "flatout": {"torch", "numpy", "transformers", "tokenizers", "jinja2", "starlette", "zmq"},
     "flatout.cli": {"torch", "transformers", "tokenizers", "starlette", "zmq", "rich"},
+    "flatout.cli.doctor.hardware": {"torch", "numpy"},
+    "flatout.cli.doctor.selfcheck": {"torch", "numpy", "tokenizers"},
     "flatout.llm": {"transformers", "starlette", "uvicorn", "zmq", "msgspec", "huggingface_hub", "rich"},
     "flatout.server.app": {"torch", "transformers"},
     "flatout.core.scheduler": {"torch", "transformers"},

@@ -196,19 +196,54 @@ def ceilings(hardware: Hardware, refresh: bool = False) -> Ceilings:
 
     path = cache_dir() / "hardware.json"
     key = f"{hardware.fingerprint()} torch {torch.__version__}"
-    kept = _kept(path)
-    before = _entry(kept.get(key))
+    before = _entry(_kept(path).get(key))
     if before is not None and not refresh and (before.read[-1].settled or time.time() - before.measured < RETRY_SECONDS):
         return before
     best = measure(hardware) if before is None else _best(before, measure(hardware))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({**kept, key: asdict(best)}, indent=1))
-        temporary.replace(path)
-    except OSError as error:
-        warnings.warn(f"the measured bandwidth cannot be kept ({error}); it will be measured again each time", stacklevel=2)
+    _keep(path, key, asdict(best), "bandwidth")
     return best
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One more thing that a machine gives, measured several times: a rate ("FLOP/s", "B/s") or, of which less is better, a time ("s")."""
+
+    name: str
+    unit: str
+    median: float
+    low: float
+    high: float
+    method: str
+    foreign_cores: float | None = None  # that other processes used meanwhile; None: unknown
+
+    @property
+    def settled(self) -> bool:
+        """The runs agree, as Bandwidth's do."""
+        return self.low >= SETTLED * self.median if self.unit == "s" else self.median >= SETTLED * self.high
+
+    def better_than(self, other: Rate) -> bool:
+        return self.median < other.median if self.unit == "s" else self.median > other.median
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Matrix products, copies between host and device, launches: what was measured, by name. doctor/measure.py measures it."""
+
+    rates: tuple[Rate, ...]
+    measured: float  # seconds since 1970
+
+
+def kept_rates(hardware: Hardware, torch_version: str) -> Rates | None:
+    """What keep_rates() kept for this machine; None where nothing was, or what another version wrote."""
+    entry = _kept(cache_dir() / "rates.json").get(f"{hardware.fingerprint()} torch {torch_version}")
+    try:
+        return Rates(tuple(Rate(**rate) for rate in entry["rates"]), float(entry["measured"])) if entry else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def keep_rates(hardware: Hardware, torch_version: str, rates: Rates) -> None:
+    _keep(cache_dir() / "rates.json", f"{hardware.fingerprint()} torch {torch_version}", asdict(rates), "rates")
 
 
 def _best(a: Ceilings, b: Ceilings) -> Ceilings:
@@ -236,6 +271,17 @@ def _kept(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return kept if isinstance(kept, dict) else {}
+
+
+def _keep(path: Path, key: str, entry: dict[str, Any], what: str) -> None:
+    """Put an entry into a cache file beside those of other machines."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({**_kept(path), key: entry}, indent=1))
+        temporary.replace(path)
+    except OSError as error:
+        warnings.warn(f"the measured {what} cannot be kept ({error}); it will be measured again each time", stacklevel=3)
 
 
 def measure(hardware: Hardware) -> Ceilings:

@@ -43,7 +43,7 @@ def test_help_fits_a_screen_and_groups_its_flags(capsys, monkeypatch, argv):
         assert sum(line.endswith(":") and not line.startswith(" ") for line in lines) >= 3
 
 
-@pytest.mark.parametrize("verb", ["generate", "chat", "serve", "tune", "bench offline", "bench compare"])
+@pytest.mark.parametrize("verb", ["generate", "chat", "serve", "tune", "doctor selfcheck", "bench offline", "bench compare"])
 def test_help_all_shows_every_setting(capsys, monkeypatch, verb):
     text = helped(capsys, monkeypatch, *verb.split(), "--help-all")
     default = Config()
