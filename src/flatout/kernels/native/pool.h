@@ -37,7 +37,11 @@ void share_ranges(int64_t count, int64_t size, int64_t least, const Run& run) {
   const int n = threads();
   const int64_t most = n == 1 ? 1 : std::min<int64_t>(n * kPartsEach, size / least);
   const int64_t parts = std::clamp<int64_t>(most, 1, count);
-  share(static_cast<int>(parts), [&](int i) { run(count * i / parts, count * (i + 1) / parts); });
+  share(static_cast<int>(parts), [&](int turn) {
+    // threads take turns, as a rule: so each goes through a stretch of its own from end to end, and finds what was asked for ahead
+    const int64_t stretch = turn % n, i = stretch * (parts / n) + std::min(stretch, parts % n) + turn / n;
+    run(count * i / parts, count * (i + 1) / parts);
+  });
 }
 
 }  // namespace flatout
