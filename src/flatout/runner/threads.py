@@ -11,7 +11,8 @@ import os
 import time
 from collections.abc import Callable
 
-WINDOW = 0.1  # seconds of decode steps that are compared
+WINDOW = 0.1  # seconds of decode steps that are compared; and for each thread, as each takes 10 us to ask:
+WINDOW_EACH = 0.02
 # Threads that waited for a core, in the mean. A decode at batch 1 with 2 threads on 2 cores: 0.1 to 0.2 alone, 0.65 to 1.5 beside a busy process
 LAG = 0.5
 GAIN = 1.05  # how much faster other threads must be to be kept
@@ -43,6 +44,7 @@ class Threads:
     ):
         self.asked = self.now = asked
         self._use, self._waited, self._clock = use, waited, clock
+        self._window = max(WINDOW, asked * WINDOW_EACH)
         self._steps: dict[int, list[float]] = {}  # seconds, by rows
         self._spent = 0.0
         self._began = clock(), waited()
@@ -55,12 +57,12 @@ class Threads:
         if rows:
             self._steps.setdefault(rows, []).append(seconds)
             self._spent += seconds
-            if self._spent >= WINDOW:
+            if self._spent >= self._window:
                 self._judge(self._clock())
 
     def _judge(self, now: float) -> None:
         waited = self._waited()
-        lag = (waited - self._began[1]) / max(now - self._began[0], WINDOW)
+        lag = (waited - self._began[1]) / max(now - self._began[0], self._window)
         if self._before is not None:
             used, steps = self._before
             self._before = None
