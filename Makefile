@@ -6,6 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
+MINUTES ?= 20
 PROMPT ?= What does a language model do, in two sentences?
 # On Linux the wheels on PyPI may bring 2 GB of CUDA libraries; PyTorch's own index has builds without them.
 CPU_TORCH := torch==2.13.0
@@ -29,10 +30,10 @@ test: $(VENV)/.test
 	$(BIN)/mypy
 	$(PYTEST)
 
-# soak tests, minutes each
+# soak tests; of random steps, `make long MINUTES=120` runs two hours
 long: $(VENV)/.test
 	@$(BIN)/flatout pull smollm2
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long --minutes $(MINUTES)
 
 bench: $(VENV)/.test
 	@$(BIN)/flatout pull smollm2

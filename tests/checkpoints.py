@@ -85,7 +85,7 @@ def make(family: str, tmp_path: Path, **overrides: Any) -> Path:
         config = getattr(transformers, name)(**settings)
         torch.manual_seed(len(key))
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        _shake(model)
+        shake(model)
         folder = Path(tmp_path) / f"{family}-{len(_made)}"
         model.save_pretrained(folder)
         _made[key] = folder
@@ -93,7 +93,7 @@ def make(family: str, tmp_path: Path, **overrides: Any) -> Path:
 
 
 @torch.no_grad()
-def _shake(model: torch.nn.Module) -> None:
+def shake(model: torch.nn.Module) -> None:
     """Values with some spread everywhere; see the module's head."""
     stored_minus_1 = float(model.config.model_type.startswith("gemma"))
     for name, parameter in model.named_parameters():

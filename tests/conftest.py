@@ -22,6 +22,11 @@ def default_model() -> Path:
     return pull("smollm2")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--minutes", type=float, default=20.0, help="how long a soak test marked long runs (tests/cpu/test_soak.py)")
+    parser.addoption("--soak-seed", type=int, default=0, help="the first seed of its rounds")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu are skipped, and counted, where there is no CUDA device."""
     if not torch.cuda.is_available():

@@ -78,7 +78,9 @@ class SchedulerConfig:
 @dataclass(frozen=True)
 class DeviceConfig:
     device: str = setting("auto", "where to run", choices=("auto", "cuda", "cpu"))
-    threads: int | None = setting(None, "compute threads on the CPU (default: the cores this process may use)")
+    threads: int | None = setting(
+        None, "compute threads on the CPU (default, and the most: the cores that this process may use); fewer while others use them"
+    )
     attention_backend: str = setting("auto", "auto: chosen by device and dtype", choices=("auto", "torch", "triton"))
     enforce_eager: bool = setting(False, "no captured steps: each op is launched by itself")
     max_cudagraph_capture_size: int | None = setting(

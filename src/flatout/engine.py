@@ -148,6 +148,7 @@ class Engine:
         waited = time.perf_counter()
         outputs = self.scheduler.commit(flight.plan, timed.result, time.monotonic())
         record.inputs_s, record.launch_s, record.device_s = timed.inputs_s, timed.launch_s, timed.device_s
+        record.threads = timed.threads
         record.wait_s = waited - begin
         record.commit_s = time.perf_counter() - waited
         self.records.append(record)

@@ -83,5 +83,6 @@ class StepRecord:
     blocks_used: int = 0
     blocks_total: int = 0
     preempted: int = 0
+    threads: int = 0  # of the native CPU library: fewer than --threads while others use the cores (runner/threads.py); 0: always all
     waiting: dict[str, int] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)

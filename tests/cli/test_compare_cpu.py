@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from flatout import LLM
 from flatout.bench import compare_cpu, processes, turns
 from flatout.bench import served as serving
 from flatout.bench.llamacpp import BEST, FLASH_ATTN, LlamaCpp, chosen_flash_attn
 from flatout.bench.processes import busy_neighbour, program, starts
-from flatout.bench.served import flatout_server, llama_server, served
+from flatout.bench.served import ALONE, engine_alone, flatout_server, llama_server, lost, served
 from flatout.bench.turns import Case, Row, Run, lines, rest, take_turns
 from flatout.cli import main
 from flatout.config import ConfigError
@@ -127,6 +128,17 @@ def test_a_server_under_clients(tiny):
     rates = served(Case("served", batch=3, prompt=5, new=7), {"flatout": flatout_server(options)}, repeats=1, vocab_size=300)
     assert set(rates) == {"flatout"}
     assert rates["flatout"] > 0
+
+
+def test_the_engine_alone_does_what_the_clients_ask(tiny):
+    options = {"model": tiny, "load_format": "dummy", "dtype": "float32", "threads": 1, "device": "cpu"}
+    case, seen = Case("served", batch=3, prompt=5, new=7), []
+    with LLM(**options) as llm:
+        generate, llm.generate = llm.generate, lambda *given, **how: seen.append(generate(*given, **how))
+        rates = served(case, {"flatout": flatout_server(options)}, repeats=1, vocab_size=300, alone=engine_alone(llm))
+    assert [[len(o.outputs[0].token_ids) for o in outputs] for outputs in seen] == [[7] * 3] * 2
+    assert lost(rates) == 1 - rates["flatout"] / rates[ALONE] < 1
+    assert lost({"flatout": 90.0, ALONE: 100.0}) == pytest.approx(0.1)
 
 
 def test_a_server_that_stops_early_is_not_compared():

@@ -14,6 +14,7 @@ from flatout.cli.flags import Parser
 from flatout.hardware import Bandwidth, Ceilings, Hardware
 from flatout.modelfile.spec import LayerSpec, ModelSpec, MoESpec, RopeSpec
 from flatout.request import FinishReason, RequestError, SamplingParams, Timing
+from flatout.step import StepRecord
 
 SPEC = ModelSpec(
     architecture="test",
@@ -41,9 +42,9 @@ class Echo:
 
     def __init__(self):
         self.spec = SPEC
-        self.engine = SimpleNamespace(weight_bytes=10_000)
+        self.engine = SimpleNamespace(weight_bytes=10_000, records=[])
         self.config = SimpleNamespace(
-            device=SimpleNamespace(device="cpu"),
+            device=SimpleNamespace(device="cpu", threads=4),
             model=SimpleNamespace(dtype="bfloat16", chat_template=None),
             cache=SimpleNamespace(kv_cache_dtype="bfloat16"),
         )
@@ -165,6 +166,16 @@ def test_bytes_read_per_token():
 def test_one_token_has_no_rate():
     line = Figures(5, 0, 1, Timing(0.0, 0.0, 0.25, 0.25)).line(Echo())
     assert line == "1 token · TTFT 250 ms"
+
+
+def test_steps_with_fewer_threads_are_told():
+    """Of this answer's steps alone; on a GPU, and with one thread, none say how many they had."""
+    llm = Echo()
+    llm.engine.records = [StepRecord(i, 0.0, threads=n) for i, n in enumerate((1, 4, 3, 2))]
+    line = Figures(5, 0, 3, Timing(0.0, 0.0, 0.5, 1.5)).line(llm)
+    assert line.endswith(" · 2 of 4 threads in 67% of its steps: the cores were shared")
+    llm.engine.records = [StepRecord(i, 0.0) for i in range(3)]
+    assert "threads" not in Figures(5, 0, 3, Timing(0.0, 0.0, 0.5, 1.5)).line(llm)
 
 
 def test_a_roof_that_was_beaten_is_measured_again(monkeypatch):

@@ -19,27 +19,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served import Served, command, wait_for
+from served import Served, children, command, cpu_seconds, wait_for
 
 Start = Callable[..., Served]
 LONG = {"prompt": "ABC", "max_tokens": 2000, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2000, "ignore_eos": True}
 
 
-def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
-
-
 def alive(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     return False
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # -- start --------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Served
+from served import Served, children, cpu_seconds
 
 KNOWN = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
 POOL = 32 * 16  # tokens
@@ -114,3 +114,22 @@ def test_refusals(real: Served) -> None:
     reply = real.post("completions", prompt="x", logit_bias={"49152": 1})
     assert reply.status_code == 400 and "49152" in reply.json()["error"]["message"]
     assert real.complete("1 2 3 4", max_tokens=4, temperature=0)["choices"][0]["text"] == " 5 6"
+
+
+def test_c09_idle_is_idle_and_wakes_at_once(real: Served) -> None:
+    """Both processes together take under 1 % of a core each; a request after a pause waits no 20 ms more than one that follows another."""
+    real.complete("1 2 3", max_tokens=4, temperature=0)
+    time.sleep(0.5)
+    pids = [real.process.pid, *children(real.process.pid)]
+    assert len(pids) == 2
+    before = sum(map(cpu_seconds, pids))
+    time.sleep(3)
+    assert sum(map(cpu_seconds, pids)) - before <= 0.06 + 0.01  # the clock has 10 ms
+
+    def seconds(pause: float) -> float:
+        time.sleep(pause)
+        begin = time.monotonic()
+        real.complete("1 2 3", max_tokens=1, temperature=0)
+        return time.monotonic() - begin
+
+    assert min(seconds(0.3) for _ in range(5)) - min(seconds(0) for _ in range(5)) < 0.02

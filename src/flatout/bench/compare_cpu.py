@@ -18,7 +18,7 @@ from typing import Any
 from flatout import __version__
 from flatout.bench.llamacpp import BEST, FLASH_ATTN, LlamaCpp, library
 from flatout.bench.processes import FLATOUT, IMPORT, LLAMACPP, program, starts
-from flatout.bench.served import flatout_server, llama_server, served
+from flatout.bench.served import ALONE, engine_alone, flatout_server, llama_server, lost, served
 from flatout.bench.turns import OURS, Case, Row, lines, our_engine, peer_engine, take_turns
 from flatout.bench.twin import Twin
 from flatout.cli.flags import Parser, UsageError, add_config_flags, chosen, config_options
@@ -93,7 +93,10 @@ def run(args: Namespace) -> int:
         report.facts |= {name: f"{seconds[name]:.2f} s" for name in imports}
     if "served" in names:
         servers = {OURS: flatout_server(options), THEIRS: llama_server(binary, *llamacpp, SERVED)}
-        report.add(Row(SERVED.name, served(SERVED, servers, args.repeats, vocab_size)))
+        with open_llm(options, quiet=True) as llm:
+            rates = served(SERVED, servers, args.repeats, vocab_size, engine_alone(llm))
+        report.facts |= {ALONE: f"{rates[ALONE]:,.1f} tok/s", "of which HTTP, streams and a second process take": f"{lost(rates):.0%}"}
+        report.add(Row(SERVED.name, {name: rates[name] for name in servers}))
     if args.json:
         print(json.dumps({**report.facts, "rows": [row.facts() for row in report.rows]}, indent=1))
     else:

@@ -1,4 +1,5 @@
-"""Two HTTP servers under the same streaming clients, turn by turn: flatout's own and llama.cpp's (llama-server, a binary of the user's).
+"""Two HTTP servers under the same streaming clients, turn by turn: flatout's own and llama.cpp's (llama-server, a binary of the user's); and the same
+requests given to the engine without HTTP, which tells what share of the throughput the server takes.
 
 Output tokens per second over all clients. The clients read and check, and do nothing else. Called by compare_cpu.py.
 """
@@ -16,14 +17,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.bench.llamacpp import chosen_flash_attn
 from flatout.bench.processes import program, started
-from flatout.bench.turns import Case
+from flatout.bench.turns import OURS, Case
+from flatout.request import SamplingParams
+
+if TYPE_CHECKING:
+    from flatout.llm import LLM
 
 PATIENCE = 120  # seconds for a server to be ready
 NAME = "model"
+ALONE = "the engine alone"
 
 FLATOUT = f"""
 import json, sys
@@ -53,8 +59,29 @@ def llama_server(binary: str, file: str, threads: int, flash_attn: str, case: Ca
     return lambda port: [binary, *(str(word) for pair in settings.items() for word in pair), "--port", str(port)]
 
 
-def served(case: Case, servers: dict[str, Command], repeats: int, vocab_size: int) -> dict[str, float]:
-    """Median output tok/s of each server under case.batch clients; the first round warms up and does not count.
+def engine_alone(llm: LLM) -> Callable[[list[list[int]], int], None]:
+    """The clients' requests at once, in this process: the work of a server without HTTP, streams and a second process. Text is made here too."""
+
+    def run(prompts: list[list[int]], new: int) -> None:
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True), use_tqdm=False)
+
+    return run
+
+
+def lost(rates: dict[str, float]) -> float:
+    """The share of the engine's throughput that the front of our server takes; under 0 where noise hides it."""
+    return 1 - rates[OURS] / rates[ALONE]
+
+
+def served(
+    case: Case,
+    servers: dict[str, Command],
+    repeats: int,
+    vocab_size: int,
+    alone: Callable[[list[list[int]], int], None] | None = None,
+) -> dict[str, float]:
+    """Median output tok/s of each server under case.batch clients, and as ALONE of what generates the same without one, if given; the first round
+    warms up and does not count.
 
     RuntimeError, with a server's last words: it did not start. RuntimeError: an answer of another length.
     """
@@ -69,6 +96,10 @@ def served(case: Case, servers: dict[str, Command], repeats: int, vocab_size: in
                 with ThreadPoolExecutor(case.batch) as clients:
                     list(clients.map(lambda prompt, port=port: _complete(port, prompt, case.new), prompts))
                 rates[name].append(case.batch * case.new / (time.perf_counter() - begin))
+            if alone is not None:
+                begin = time.perf_counter()
+                alone(prompts, case.new)
+                rates.setdefault(ALONE, []).append(case.batch * case.new / (time.perf_counter() - begin))
     return {name: median(each[1:]) for name, each in rates.items()}
 
 

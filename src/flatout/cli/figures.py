@@ -46,7 +46,15 @@ class Figures:
             parts += [f"{self.rate:.1f} tok/s", self._share(llm)]
         if self.cached_tokens:
             parts.append(f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens cached")
+        parts += self._fewer_threads(llm)
         return " · ".join(parts)
+
+    def _fewer_threads(self, llm: LLM) -> list[str]:
+        """Said where its last steps, one a token, had fewer threads than were asked for (runner/threads.py)."""
+        asked = llm.config.device.threads or 0
+        used = [record.threads for record in list(llm.engine.records)[-self.tokens :]]
+        fewer = [n for n in used if 0 < n < asked]
+        return [f"{min(fewer)} of {asked} threads in {len(fewer) / len(used):.0%} of its steps: the cores were shared"] if fewer else []
 
     def _share(self, llm: LLM) -> str:
         hardware = detect(llm.config.device.device)

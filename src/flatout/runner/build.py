@@ -28,6 +28,7 @@ from flatout.request import MAX_LOGPROBS, Request, SamplingParams
 from flatout.runner.graphs import DecodeGraphs, ladder
 from flatout.runner.memory import GIB, check_sizes, memory_errors_named, size_pool
 from flatout.runner.runner import Runner
+from flatout.runner.threads import Threads
 from flatout.step import StepPlan
 
 # what captured steps take: 36 of a 7B model 0.15 GiB on an H200, where libraries were loaded before
@@ -135,6 +136,9 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
             _warm_step(runner, longest, min(rows, seqs, budget), min(rows, seqs, budget))
     phase("warm-up")
     lines.append(pool.line)
+    if device.type == "cpu" and native.available() and config.device.threads > 1:
+        runner.threads = Threads(config.device.threads, native.set_threads)
+        lines.append(f"threads: {config.device.threads}, or fewer while other processes use the cores and steps are faster so")
     if device.type == "cpu" and backend.captures and not config.device.enforce_eager:
         most = min(seqs, MOST_WARMED)
         runner.executor.decodes = DecodeGraphs(runner.executor, runner.slots, block_size, range(1, most + 1))

@@ -24,6 +24,7 @@ from flatout.runner.graphs import RING, CapturedStep, Executor
 from flatout.runner.inputs import build_inputs
 from flatout.runner.sampler import Logprobs, Sampler
 from flatout.runner.slots import Slots
+from flatout.runner.threads import Threads
 from flatout.step import LogprobRows, StepPlan, StepResult
 
 
@@ -35,6 +36,7 @@ class Timed:
     inputs_s: float
     launch_s: float
     device_s: float
+    threads: int = 0  # of the native library
 
 
 Handle = Callable[[], Timed]  # blocks until the step is done
@@ -55,6 +57,7 @@ class Runner:
         self._results = [torch.empty(max_slots, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(RING)]
         self._turn = 0
         self.prompts: dict[int, tuple[np.ndarray, int]] = {}  # slot -> (prompt ids, alternatives) of requests that want prompt logprobs
+        self.threads: Threads | None = None  # where there may be fewer than were asked for
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute") if device.type == "cpu" else None
 
     def launch(self, plan: StepPlan) -> Handle:
@@ -75,7 +78,12 @@ class Runner:
             output, inputs_s = self._execute(plan, lambda: None)
         result = output.to_result()
         result.token_ids = result.token_ids.copy()  # a captured step's lie where its next ones will
-        return Timed(result, inputs_s, 0.0, time.perf_counter() - begin - inputs_s)
+        seconds, threads = time.perf_counter() - begin, self.threads
+        if threads is None:
+            return Timed(result, inputs_s, 0.0, seconds - inputs_s)
+        timed = Timed(result, inputs_s, 0.0, seconds - inputs_s, threads.now)
+        threads.after(len(plan.slots) if plan.num_tokens == len(plan.slots) else 0, seconds)
+        return timed
 
     def _launch_on_cuda(self, plan: StepPlan) -> Handle:
         begin = time.perf_counter()
