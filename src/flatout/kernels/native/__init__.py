@@ -77,7 +77,9 @@ def lacking() -> list[str]:
 
 def keeps(cache: torch.dtype, rows: torch.dtype) -> bool:
     """Whether keys and values of rows of this type can be kept in a cache of that one, which attention of single queries then reads."""
-    return rows in (torch.float32, torch.bfloat16) and (cache == rows or (rows == torch.float32 and cache in (torch.float16, torch.bfloat16)))
+    return rows in (torch.float32, torch.bfloat16) and (
+        cache == rows or (rows == torch.float32 and cache in (torch.float16, torch.bfloat16))
+    )
 
 
 def isa() -> str:
