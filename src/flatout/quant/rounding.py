@@ -80,7 +80,8 @@ def four_bits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _nearest(out: Tensor, lanes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     """The nearest of the levels 0..15, float32 [32, n]; returns out."""
-    return torch.sub(lanes, minimum, out=out).div_(scale.clamp(min=SMALLEST)).round_().clamp_(0, 15)
+    steps = scale.clamp(min=SMALLEST).reciprocal_()
+    return torch.addcmul(-minimum * steps, lanes, steps, out=out).round_().clamp_(0, 15)
 
 
 def _bytes(lanes: Tensor) -> Tensor:
