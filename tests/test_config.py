@@ -199,7 +199,8 @@ def test_weights_rounded_while_loading(method):
         config = resolve(Config.make(quantization=method, **options), spec, hardware, native=native)[0]
         return config.model.quantization, config.model.dtype, config.cache.kv_cache_dtype
 
-    assert decided() == (method, "float32", "float16")
+    packed = resolve(Config.make(quantization="gguf"), SPEC, MACHINE, native=True)[0]
+    assert decided() == (method, "float32", packed.cache.kv_cache_dtype) and packed.cache.kv_cache_dtype != "float32"
     assert decided(dtype="bfloat16") == (method, "bfloat16", "bfloat16")
     assert decided(hardware=GPU, device="cpu")[0] == method
     own = resolve(Config(), SPEC, MACHINE)[0].model.dtype
