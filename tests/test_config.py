@@ -11,7 +11,7 @@ import pytest
 from flatout import config as config_module
 from flatout.config import Config, ConfigError, ServerConfig, check_values, flag_of, resolve
 from flatout.hardware import Hardware
-from flatout.modelfile.spec import LayerSpec, ModelSpec, RopeSpec
+from flatout.modelfile.spec import LayerSpec, ModelSpec, MoESpec, RopeSpec
 
 HINTS = {name: get_args(hint) or (hint,) for group in get_type_hints(Config).values() for name, hint in get_type_hints(group).items()}
 # for each kind: what a careless caller writes
@@ -187,8 +187,31 @@ def test_what_is_for_cpus_alone():
         resolve(Config.make(quantization="gguf", dtype="float16"), SPEC, MACHINE)
     assert resolve(Config.make(quantization="gguf"), SPEC, MACHINE)[0].model.dtype == "float32"
     assert resolve(Config.make(quantization="gguf", dtype="bfloat16"), SPEC, MACHINE)[0].model.dtype == "bfloat16"
-    with pytest.raises(ConfigError, match=r"--quantization: 'awq' is not one of auto, none, gguf"):
+    with pytest.raises(ConfigError, match=r"--quantization: 'awq' is not one of auto, none, gguf, int8, int4"):
         Config.make(quantization="awq")
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_weights_rounded_while_loading(method):
+    """Any model's, on a CPU with the native library, which alone multiplies them."""
+
+    def decided(spec=SPEC, hardware=MACHINE, native=True, **options) -> tuple[str, str, str]:
+        config = resolve(Config.make(quantization=method, **options), spec, hardware, native=native)[0]
+        return config.model.quantization, config.model.dtype, config.cache.kv_cache_dtype
+
+    packed = resolve(Config.make(quantization="gguf"), SPEC, MACHINE, native=True)[0]
+    assert decided() == (method, "float32", packed.cache.kv_cache_dtype) and packed.cache.kv_cache_dtype != "float32"
+    assert decided(dtype="bfloat16") == (method, "bfloat16", "bfloat16")
+    assert decided(hardware=GPU, device="cpu")[0] == method
+    own = resolve(Config(), SPEC, MACHINE)[0].model.dtype
+    assert decided(replace(SPEC, moe=MoESpec(8, 2, 64, True)))[1] == own != "float32"  # twice the bytes of the experts would buy nothing
+    for wanted, options in {
+        f"{method} runs on the CPU so far; leave it out, or use --device cpu": {"hardware": GPU},
+        f"{method} needs the native library, which is not there; leave it out, or install a C..17 compiler": {"native": False},
+        f"{method} multiplies rows of bfloat16 or float32; use --dtype bfloat16": {"dtype": "float16"},
+    }.items():
+        with pytest.raises(ConfigError, match=f"--quantization: {wanted}"):
+            decided(**options)
 
 
 def test_a_files_own_weights_are_kept_where_they_run():

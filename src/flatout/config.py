@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flatout.modelfile.spec import ModelSpec
 
 DEFAULT_MODEL = "smollm2"
+ROUNDED = {"int8": 8, "int4": 4}  # values of --quantization that round weights while loading -> bits
 
 
 class ConfigError(ValueError):
@@ -42,9 +43,9 @@ class ModelConfig:
     dtype: str = setting("auto", "arithmetic of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
     quantization: str = setting(
         "auto",
-        "none: weights in --dtype; gguf: those of a GGUF file in 4 and 8 bits, times rows rounded to int8 (CPU); auto: gguf where it runs "
-        "and --dtype is not given",
-        choices=("auto", "none", "gguf"),
+        "none: weights in --dtype; gguf: those of a GGUF file in 4 and 8 bits; int8, int4: any model's projections rounded while loading, in "
+        "groups of 32 (int4: the head in 8 bits); all but none multiply rows rounded to int8 (CPU); auto: gguf where it runs and --dtype is not given",
+        choices=("auto", "none", "gguf", *ROUNDED),
     )
     max_model_len: int | None = setting(None, "longest context in tokens, prompt and output (default: the model's)", kind="size")
     chat_template: str | None = setting(None, "jinja file (or text) instead of the model's chat template")
@@ -60,7 +61,7 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = setting(None, "exact number of KV blocks")
     kv_cache_dtype: str = setting(
         "auto",
-        "type of keys and values; auto: --dtype, or bfloat16 beside --quantization gguf",
+        "type of keys and values; auto: --dtype, or bfloat16 beside packed weights (--quantization)",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     enable_prefix_caching: bool = setting(True, "share KV blocks between prompts with the same beginning")
@@ -241,18 +242,15 @@ def resolve(
             )
         else:
             quantization = options["quantization"] = "none"
-    packed = quantization == "gguf"
-    if dtype == "auto" and packed:
+    packed = quantization != "none"
+    if packed:
+        _check_packed(quantization, dtype, on_cpu, native)
+    if dtype == "auto" and packed and (quantization == "gguf" or spec.moe is None):
         dtype = decide("dtype", "float32", "rows are rounded to int8 once, from what was not rounded before")
     elif dtype == "auto":
         dtype = decide("dtype", *_dtype(spec, hardware))
     elif dtype == "bfloat16" and not hardware.has_bfloat16:
         raise ConfigError(f"--dtype: {hardware.name} has no bfloat16; use float16 or float32")
-
-    if packed and not on_cpu:
-        raise ConfigError("--quantization: gguf runs on the CPU so far; leave it out, or use --device cpu")
-    if packed and dtype == "float16":
-        raise ConfigError("--quantization: gguf multiplies rows of bfloat16 or float32; use --dtype bfloat16")
 
     narrow = on_cpu and native and dtype == "float32" and not _unattended(spec)  # 16 bits beside float32 are read in place
     if config.cache.kv_cache_dtype == "auto":
@@ -301,6 +299,19 @@ def resolve(
     for name, value in _device(config, spec, hardware, dtype, seqs):
         decide(name, *value)
     return config.but(**options), decisions
+
+
+def _check_packed(quantization: str, dtype: str, on_cpu: bool, native: bool) -> None:
+    """Raises ConfigError where packed weights cannot be had. Those of a GGUF file are unpacked where there is no library, which loses nothing."""
+    if not on_cpu:
+        raise ConfigError(f"--quantization: {quantization} runs on the CPU so far; leave it out, or use --device cpu")
+    if quantization in ROUNDED and not native:
+        raise ConfigError(
+            f"--quantization: {quantization} needs the native library, which is not there; leave it out, or install a C++17 compiler "
+            "(apt install g++, xcode-select --install), then flatout again"
+        )
+    if dtype == "float16":
+        raise ConfigError(f"--quantization: {quantization} multiplies rows of bfloat16 or float32; use --dtype bfloat16")
 
 
 CAPTURED = 1024  # rows: a larger step keeps the device busy for longer than its launches take

@@ -53,6 +53,13 @@ def test_help_all_shows_every_setting(capsys, monkeypatch, verb):
                 assert flag_of(f.name) in text or f"--[no-]{flag_of(f.name)[2:]}" in text
 
 
+def test_the_help_names_the_ways_to_hold_weights(capsys, monkeypatch):
+    text = " ".join(helped(capsys, monkeypatch, "serve", "--help-all").split())
+    assert "int8, int4: any model's projections rounded while loading" in text and "gguf: those of a GGUF file" in text
+    code, line = error(capsys, "generate", "x", "--quantization", "int5")
+    assert code == 2 and "int5" in line and "int4" in line
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"flatout {__version__}\n"

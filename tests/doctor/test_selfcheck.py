@@ -146,6 +146,14 @@ def test_random_weights_are_the_same_ones(tmp_path):
     assert 1e-4 < check.figures().rms < 0.1  # bfloat16's rounding, and not other weights
 
 
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_random_weights_that_are_rounded_are_the_same_ones(tmp_path, method):
+    """The twin has what is left of them, so that the error is that of the rows alone."""
+    check = selfcheck({"model": str(make("llama", tmp_path)), "load_format": "dummy", "quantization": method, **SMALL}, most=4)
+    assert check.limits == ROUNDED and check.failures == []
+    assert 1e-4 < check.figures().rms < 0.05
+
+
 def test_the_default_model(default_model, capsys):
     assert main(["doctor", "selfcheck", "--json", "--quiet", "--threads", "1", "--max-model-len", "512", "--prompts", "6"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -17,6 +17,7 @@ from flatout.config import ConfigError
 from flatout.hardware import available_memory
 from flatout.kernels.attention import AttentionWork, Pieces
 from flatout.kernels.op import Op, recording_by
+from flatout.kernels.packed import unpacked
 from flatout.modelfile.sources import ModelSource
 from flatout.modelfile.spec import ModelSpec
 from flatout.models.decoder import Decoder
@@ -87,7 +88,7 @@ class Exact:
         weights: Mapping[str, Tensor] | None = None,
     ):
         """spec: with its rope lengths fixed for max_model_len. longest: tokens of the longest prompt. device: where it should be. weights:
-        values by destination, instead of those of the source's files."""
+        values by destination, plain or packed, instead of those of the source's files."""
         self.spec, self.most = spec, max(TOKENS_AT_ONCE, -(-longest // BLOCK) * BLOCK)
         self.device = torch.device(_roomy(source.name, spec, self.most, longest, device))
         torch.set_float32_matmul_precision("highest")  # no TF32
@@ -98,7 +99,8 @@ class Exact:
             load_weights(self.decoder, source)
         else:
             for name, destination in self.decoder.destinations().items():
-                destination.tensor.copy_(weights[name])
+                value = weights[name]
+                destination.tensor.copy_(unpacked(value) if value.dtype == torch.uint8 else value)
         shape = (self.most // BLOCK, BLOCK, spec.num_kv_heads, spec.head_dim)
         self.decoder.bind(
             [(torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device)) for _ in range(spec.num_layers)]

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -29,7 +30,8 @@ from flatout.models.registry import NUMBER, Skipped, Target, names_of
 from flatout.models.report import LoadReport
 from flatout.models.staging import Staging
 from flatout.quant import gguf
-from flatout.quant.packed import bits_of
+from flatout.quant.packed import bits_of, misfit
+from flatout.quant.rounding import rounded_weight
 
 SHOWN = 4  # names that an error lists before it counts the rest
 LARGEST_FLOAT16 = 65504.0
@@ -65,6 +67,11 @@ class _Move:
         """The stored type's name."""
         return self.stored.type.name if isinstance(self.stored, GGUFTensor) else self.stored.dtype
 
+    @property
+    def bits(self) -> int:
+        """Of the packed weight that it becomes, or 0."""
+        return bits_of(self.destination.tensor) if self.destination.lines > 1 else 0
+
 
 def load_weights(decoder: Loadable, source: ModelSource, *, seed: int = 0) -> LoadReport:
     """Fill every destination of the decoder from `source` ("dummy": with random values made in place from `seed`).
@@ -86,7 +93,7 @@ def load_weights(decoder: Loadable, source: ModelSource, *, seed: int = 0) -> Lo
             )
         moves = _plan(destinations, source, report)
         _run(moves, decoder.spec)
-        report.used = len(moves)
+        report.used = len({move.name for move in moves})  # an embedding that is the head too goes two ways
         assert not any(d.missing() for d in destinations.values())
     report.seconds = time.perf_counter() - begin
     return report
@@ -112,6 +119,23 @@ def kept_packed(source: ModelSource) -> dict[str, int]:
     return {name: max(bits) for name, bits in found.items() if all(bits)}
 
 
+def rounded_packed(shapes: Mapping[str, Destination], spec: ModelSpec, bits: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bits of the projections that --quantization int8 or int4 rounds, for Decoder(packed=...): all whose parts fall into whole groups, the head in 8.
+    Those that do not: in words -> how many. shapes: destinations of a plain decoder, on any device."""
+    found, left = dict[str, int](), Counter[str]()
+    for name, destination in shapes.items():
+        if name == "embed.weight" and spec.tie_embeddings:
+            name = "head.weight"
+        if PACKABLE.fullmatch(name):
+            name, (rows, columns) = name.removesuffix(".weight"), destination.shape_of()
+            parts = [end - first for first, end in destination.segments.values()] or [rows]
+            if why := misfit(parts, columns):
+                left[f"{NUMBER.sub('', name).removeprefix('layers.')} ({why})"] += 1
+            else:
+                found[name] = 8 if name == "head" else bits
+    return found, dict(left)
+
+
 def _plan(destinations: Mapping[str, Destination], source: ModelSource, report: LoadReport) -> list[_Move]:
     """What goes where, or why it cannot."""
     names, moves, unknown = names_of(source.spec), [], []
@@ -131,8 +155,7 @@ def _plan(destinations: Mapping[str, Destination], source: ModelSource, report: 
             for where in [target, *(t for t in also if t.name in destinations)]:
                 move = _Move(name, tensor, where, destinations[where.name])
                 moves.append(move)
-                change = gguf.change(move.kind, bits_of(move.destination.tensor)) if move.destination.lines > 1 else ""
-                report.add_scheme(where.name, move.kind, move.destination, change)
+                report.add_scheme(where.name, move.kind, move.destination, gguf.change(move.kind, move.bits) if move.bits else "")
     if unknown:
         raise ModelFileError(
             f"{source.name}: the checkpoint holds tensors that {source.spec.architecture} has no place for: {_some(unknown)}"
@@ -184,36 +207,42 @@ def _check(move: _Move, source: ModelSource) -> None:
 
 
 def _run(moves: list[_Move], spec: ModelSpec) -> None:
-    """Read, convert and write every tensor, a few at a time.
+    """Read, convert and write every tensor, a few at a time."""
+    with ExitStack() as stack:
+        files = dict.fromkeys(m.stored.file for m in moves if isinstance(m.stored, StoredTensor))
+        opened = {file: stack.enter_context(_opened(file)) for file in files}
+        pool = stack.enter_context(_single_threads())
+        devices = {m.destination.tensor.device for m in moves}
+        staging = next((Staging(device) for device in devices if device.type == "cuda"), None)
+        copy = Tensor.copy_ if staging is None else staging.copy
 
-    Each by one thread: torch's own threads, which meet after every small operation, make the default model's load 10 times slower on a
-    machine whose cores are busy (8 s instead of 0.8 s), and no faster on a quiet one.
-    """
+        def move_one(move: _Move) -> None:
+            stored = move.stored
+            plain = None if isinstance(stored, GGUFTensor) else opened[stored.file].get_tensor(stored.name)
+            if move.bits:
+                _write_packed(move, plain, spec, copy)
+            elif isinstance(stored, GGUFTensor):
+                for part, value in _unpacked(move, stored):
+                    _write(part, value, spec, copy)
+            else:
+                assert plain is not None
+                _write(move, plain, spec, copy)
+
+        for _ in pool.map(move_one, moves):
+            pass
+        if staging is not None:
+            staging.finish()
+
+
+@contextmanager
+def _single_threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads that make a tensor each: torch's own, which meet after every small operation, make the default model's load 10 times slower on a
+    machine whose cores are busy (8 s instead of 0.8 s), and no faster on a quiet one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with ExitStack() as stack:
-            files = dict.fromkeys(m.stored.file for m in moves if isinstance(m.stored, StoredTensor))
-            opened = {file: stack.enter_context(_opened(file)) for file in files}
-            pool = stack.enter_context(ThreadPoolExecutor(min(threads, MOST_READERS), "load"))
-            devices = {m.destination.tensor.device for m in moves}
-            staging = next((Staging(device) for device in devices if device.type == "cuda"), None)
-            copy = Tensor.copy_ if staging is None else staging.copy
-
-            def move_one(move: _Move) -> None:
-                stored = move.stored
-                if isinstance(stored, GGUFTensor) and move.destination.lines > 1:
-                    _write_packed(move, stored, spec, copy)
-                elif isinstance(stored, GGUFTensor):
-                    for part, value in _unpacked(move, stored):
-                        _write(part, value, spec, copy)
-                else:
-                    _write(move, opened[stored.file].get_tensor(stored.name), spec, copy)
-
-            for _ in pool.map(move_one, moves):
-                pass
-            if staging is not None:
-                staging.finish()
+        with ThreadPoolExecutor(min(threads, MOST_READERS), "load") as pool:
+            yield pool
     finally:
         torch.set_num_threads(threads)
 
@@ -253,15 +282,29 @@ def _write(move: _Move, value: Tensor, spec: ModelSpec, copy: Copy) -> None:
     move.destination.write(value.view(move.destination.shape_of(target.segment, target.expert)), target.segment, target.expert, copy)
 
 
-def _write_packed(move: _Move, stored: GGUFTensor, spec: ModelSpec, copy: Copy) -> None:
-    """In groups with scales, as the file has it, laid out anew."""
-    target, (rows, columns), order = move.target, stored.shape, None
+def _write_packed(move: _Move, plain: Tensor | None, spec: ModelSpec, copy: Copy) -> None:
+    """In groups with scales: as a GGUF file has it, laid out anew, or rounded, a few rows at a time. plain: the tensor of another file."""
+    target, stored, bits = move.target, move.stored, move.bits
+    rows, columns = move.destination.shape_of(target.segment, target.expert)
+    order = None
     if target.paired_heads:
         order = _halves(torch.arange(rows), spec.num_heads if target.segment == "q" else spec.num_kv_heads).numpy()
+
+    def read(first: int, end: int) -> Tensor:
+        if not isinstance(stored, GGUFTensor):
+            assert plain is not None
+            return plain.view(rows, columns)[first:end]
+        lines = stored.data.reshape(rows, -1)
+        some = lines[first:end] if order is None else lines[order[first:end]]
+        return gguf.dequantize(some.reshape(-1), move.kind, (end - first, columns))
+
     try:
-        value = gguf.repacked(stored.data, move.kind, (rows, columns), bits_of(move.destination.tensor), order)
+        if isinstance(stored, GGUFTensor) and gguf.repacks(move.kind, bits):
+            value = gguf.repacked(stored.data, move.kind, (rows, columns), bits, order)
+        else:
+            value = rounded_weight(read, rows, columns, bits)
     except ValueError as e:
-        raise ModelFileError(f"{stored.file}: {move.name}: {e}; leave out --quantization gguf") from None
+        raise ModelFileError(f"{stored.file}: {move.name}: {e}; use --quantization none") from None
     move.destination.write(value, target.segment, target.expert, copy)
 
 
@@ -275,7 +318,7 @@ def _fill(destinations: Mapping[str, Destination], spec: ModelSpec, seed: int) -
     generators: dict[torch.device, torch.Generator] = {}
     for name, destination in destinations.items():
         tensor = destination.tensor
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta" or destination.lines > 1:
             continue
         if name.endswith("norm.weight"):
             tensor.fill_(1.0 - spec.norm_offset)
@@ -286,6 +329,23 @@ def _fill(destinations: Mapping[str, Destination], spec: ModelSpec, seed: int) -
             if generator is None:
                 generator = generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
             tensor.normal_(0.0, DUMMY_STD, generator=generator)
+
+    def round_one(index: int, name: str, destination: Destination) -> None:
+        rows, columns = destination.shape_of()
+        generator = torch.Generator().manual_seed(seed * len(destinations) + index)
+        embedded = destinations["embed.weight"].tensor if name == "head.weight" and spec.tie_embeddings else None
+
+        def read(first: int, end: int) -> Tensor:
+            if embedded is not None:
+                return embedded[first:end]
+            return torch.empty(end - first, columns).normal_(0.0, DUMMY_STD, generator=generator)
+
+        destination.write(rounded_weight(read, rows, columns, bits_of(destination.tensor)))
+
+    with _single_threads() as pool:
+        packed = [(i, name, d) for i, (name, d) in enumerate(destinations.items()) if d.lines > 1]
+        for _ in pool.map(lambda one: round_one(*one), packed):
+            pass
 
 
 def _some(names: list[str]) -> str:

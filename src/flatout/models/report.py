@@ -11,9 +11,18 @@ from dataclasses import dataclass, field
 
 from flatout.layers.destination import Destination
 from flatout.modelfile.spec import ModelSpec, RopeSpec
+from flatout.quant.packed import Packed, bits_of
 
 # a word in a canonical name -> the part of the model it belongs to, the first that fits
-PARTS = (("norm", "norms"), ("embed", "embedding"), ("head", "head"), (".attn.", "attention"), (".moe.", "experts"), (".mlp.", "mlp"))
+PARTS = (
+    ("norm", "norms"),
+    ("embed", "embedding"),
+    ("head", "head"),
+    (".attn.", "attention"),
+    (".moe.shared.", "shared expert"),
+    (".moe.", "experts"),
+    (".mlp.", "mlp"),
+)
 
 
 @dataclass(slots=True)
@@ -23,6 +32,7 @@ class LoadReport:
     spec: ModelSpec
     files: int
     parameters: Counter[str] = field(default_factory=Counter)  # elements by dtype, as held
+    packed: dict[int, list[str]] = field(default_factory=dict)  # bits -> parts with projections of so many
     packed_head: int = 0  # elements that a tied head holds beside the embedding
     nbytes: int = 0
     used: int = 0  # tensors of the checkpoint
@@ -35,6 +45,9 @@ class LoadReport:
         count = math.prod(destination.shape_of())
         if name == "head.weight" and self.spec.tie_embeddings:  # the embedding's, packed for itself
             self.packed_head = count
+        if destination.lines > 1:
+            parts = self.packed.setdefault(bits_of(destination.tensor), [])
+            parts += {_part(name)}.difference(parts)
         self.parameters[_held(destination)] += count
         self.nbytes += destination.tensor.nbytes
         if self.kind == "dummy":
@@ -42,8 +55,7 @@ class LoadReport:
 
     def add_scheme(self, name: str, stored: str, destination: Destination, change: str = "") -> None:
         """change: what else happened to its values, in words."""
-        part = next((part for word, part in PARTS if word in name), "other")
-        self.schemes.setdefault(part, set()).add((stored, _held(destination) + (f" ({change})" if change else "")))
+        self.schemes.setdefault(_part(name), set()).add((stored, _held(destination) + (f" ({change})" if change else "")))
 
     def skip(self, name: str, reason: str) -> None:
         self.skipped.setdefault(reason, []).append(name)
@@ -65,6 +77,9 @@ class LoadReport:
                 f"tensors  {self.used} used, {skipped} unused, {self.missing} missing, from {self.files} file{'s' * (self.files > 1)}{why}"
             )
         lines.append("scheme   " + "; ".join(f"{part} {_scheme(pairs)}" for part, pairs in self.schemes.items()))
+        if self.packed:
+            weights = "; ".join(f"{Packed(bits).name} in {', '.join(self.packed[bits])}" for bits in sorted(self.packed))
+            lines.append(f"products {weights}; int8 activations, of many rows bfloat16")
         tied = "tied to the embedding" + (", packed for itself" if self.packed_head else "")
         lines.append(f"head     {tied if spec.tie_embeddings else 'its own'}, {spec.vocab_size:,} rows")
         heads = f"{spec.num_heads} query and {spec.num_kv_heads} key/value heads of {spec.head_dim}"
@@ -82,6 +97,10 @@ class LoadReport:
             lines.append(f"experts  {spec.moe.top_k} of {spec.moe.num_experts}{shared}, {_layers([x.moe for x in spec.layers])}")
         lines.append(f"end ids  {', '.join(map(str, spec.eos_ids)) or 'none'}")
         return lines
+
+
+def _part(name: str) -> str:
+    return next((part for word, part in PARTS if word in name), "other")
 
 
 def _held(destination: Destination) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.packed import BYTES, GROUP, LINES, pack
+from flatout.quant.rounding import eight_bits
 
 CHUNK = (
     1 << 19
@@ -186,16 +187,11 @@ def _q8_0_bytes(b: np.ndarray) -> Groups:
 
 
 def _rounded_again(kind: str, b: np.ndarray) -> Groups:
-    """Of 8 bits, from the float32 values: each group's largest magnitude is 127 of its scales."""
+    """Of 8 bits, from the float32 values."""
     values = np.empty((len(b), PACKED[kind].elements), np.float32)
     PACKED[kind].unpack(b, values)
-    groups = torch.from_numpy(values).view(-1, GROUP)
-    largest = groups.abs().amax(1)
-    scales = (largest / 127).half()
-    # with few digits left to float16 the nearest one may be too small for the largest value (or 0): the next one then
-    scales = torch.where(scales.float() * 127.5 <= largest, (scales.view(torch.int16) + 1).view(torch.float16), scales)
-    rounded = groups.div_(scales.float()[:, None]).round_().to(torch.int8)
-    return rounded.view(torch.uint8).numpy() ^ np.uint8(128), scales.numpy()
+    rounded, scales = eight_bits(torch.from_numpy(values).view(-1, GROUP))
+    return rounded.numpy(), scales.numpy()
 
 
 # (type, bits) -> the same values in the packed layout; any other type has 8 bits by _rounded_again. What that adds to a type's own error, in rms of
@@ -218,8 +214,15 @@ def kept_bits(kind: str, shape: tuple[int, ...]) -> int:
     return 4 if (kind, 4) in SAME else 8
 
 
+def repacks(kind: str, bits: int) -> bool:
+    """Whether repacked() takes such a tensor to so many bits; else its values are quant/rounding.py's to round."""
+    return kind in PACKED and (bits == 8 or (kind, bits) in SAME)
+
+
 def change(kind: str, bits: int) -> str:
-    """What repacked() does to the values of such a tensor, in words, or "": nothing."""
+    """What becomes of the values of such a tensor, in any way that leads to so many bits, in words, or "": nothing."""
+    if kind not in PACKED:
+        return "rounded"
     if (kind, bits) not in SAME:
         return "rounded again"
     return "scales rounded" if kind == "Q4_K" else ""

@@ -1,9 +1,11 @@
 """Weights kept in 4 or 8 bits, in groups of 32 columns with scales of their own; the rows they meet are rounded to int8.
 
-For projections of GGUF files (quant/gguf.py:repacked). Called by layers/linear.py and models/load.py.
+For projections of GGUF files (quant/gguf.py:repacked) and those that are rounded while loading (quant/rounding.py). Called by layers/linear.py and models/load.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -17,17 +19,25 @@ def bits_of(weight: Tensor) -> int:
     return BITS[weight.shape[2]]
 
 
+def misfit(parts: Iterable[int], columns: int) -> str:
+    """Why a weight whose parts have so many rows cannot be packed, in words, or "": it can."""
+    odd = next((rows for rows in parts if rows % LINES), 0)
+    if odd:
+        return f"{odd} rows are no multiple of {LINES}"
+    return f"{columns} columns are no multiple of {GROUP}" if columns % GROUP else ""
+
+
 class Packed:
     lines = LINES
 
     def __init__(self, bits: int):
         self.bits = bits
-        self.name = f"int{bits} in groups of {GROUP}"
+        self.name = f"int{bits} weights (groups of {GROUP})"
 
     def tensors(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """ValueError: a shape that does not fall into whole groups."""
-        if rows % LINES or columns % GROUP:
-            raise ValueError(f"{rows} x {columns}: packed weights have multiples of {LINES} rows and {GROUP} columns")
+        if why := misfit((rows,), columns):
+            raise ValueError(f"{rows} x {columns} cannot be packed: {why}")
         return {"weight": torch.empty(rows // LINES, columns // GROUP, BYTES[self.bits], dtype=torch.uint8, device=device)}
 
     def apply(self, out: Tensor, x: Tensor, tensors: dict[str, Tensor], bias: Tensor | None) -> None:

@@ -16,14 +16,14 @@ import torch
 from flatout import __version__
 from flatout.attention.select import select_backend
 from flatout.attention.triton import FARTHEST, LONG
-from flatout.config import Config, ConfigError, cache_dir
+from flatout.config import ROUNDED, Config, ConfigError, cache_dir
 from flatout.hardware import Hardware
 from flatout.kernels import gpu, native
 from flatout.kernels.op import choices, shape_class
 from flatout.modelfile.sources import ModelSource
 from flatout.modelfile.spec import ModelSpec
 from flatout.models.decoder import Decoder
-from flatout.models.load import kept_packed, load_weights
+from flatout.models.load import kept_packed, load_weights, rounded_packed
 from flatout.request import MAX_LOGPROBS, Request, SamplingParams
 from flatout.runner.graphs import DecodeGraphs, ladder
 from flatout.runner.memory import GIB, check_sizes, memory_errors_named, size_pool
@@ -89,6 +89,14 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
         if source.gguf is None:
             raise ConfigError(f"--quantization: gguf keeps the weights of a GGUF file, and {source.name} is none; leave it out")
         packed = kept_packed(source) if native.available() else {}
+    elif model.quantization in ROUNDED:
+        shapes = Decoder(spec, dtype=dtype, device=torch.device("meta"), max_tokens=1, max_logits=1, max_model_len=1)
+        packed, left = rounded_packed(shapes.destinations(), spec, ROUNDED[model.quantization])
+        if left:
+            lacking.append(
+                f"--quantization {model.quantization} leaves in {model.dtype}: "
+                + "; ".join(f"{count} x {what}" for what, count in left.items())
+            )
     if device.type == "cpu":
         lacking += native.lacking()
         if native.available():
