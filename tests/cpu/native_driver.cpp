@@ -160,7 +160,9 @@ int mixture(int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden, int6
   FlatoutGate g{};
   g.x = x, g.out = to, g.x_stride = 2 * hidden, g.out_stride = g.width = hidden, g.rows = tokens, g.type = half, g.gate = FLATOUT_GELU;
   const FlatoutCall calls[] = {{FLATOUT_CALL_ROUTE, &r}, {FLATOUT_CALL_EXPERTS, &e}, {FLATOUT_CALL_NORM, &n}, {FLATOUT_CALL_ADD, &a}, {FLATOUT_CALL_GATE, &g}};
-  return flatout_run(calls, 5, nullptr) != 5;
+  if (flatout_run(calls, 5, nullptr) != 5) return 1;
+  e.many = kind <= 8 && down_kind <= 8 && flatout_has_tiles();
+  return e.many && flatout_experts(&e);
 }
 
 int all() {

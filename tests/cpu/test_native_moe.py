@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoints import make
 from native_cases import GATES, TYPES, check, rows_of
-from native_reference import ACTIVATIONS
+from native_reference import ACTIVATIONS, make_weight
 
 from flatout import LLM
 from flatout.kernels import native
@@ -48,9 +48,14 @@ class Nets:
 def nets_of(rng: np.random.Generator, kinds: tuple[int, int], count: int, hidden: int, width: int) -> Nets:
     stacked, exact = [], []
     for kind, lines, columns in zip(kinds, (2 * width, hidden), (hidden, width)):
-        made = torch.from_numpy(rng.normal(size=(count, lines, columns)).astype(np.float32) * 0.1)
-        stacked.append(made.to(torch.bfloat16 if kind == 16 else torch.float32))
-        exact.append([one.float().numpy() for one in stacked[-1]])
+        if kind in native.BYTES:
+            made = [make_weight(rng, kind, lines, columns, 0.1) for _ in range(count)]
+            stacked.append(torch.from_numpy(np.stack([one.packed for one in made])))
+            exact.append(made)
+        else:
+            plain = torch.from_numpy(rng.normal(size=(count, lines, columns)).astype(np.float32) * 0.1)
+            stacked.append(plain.to(torch.bfloat16 if kind == 16 else torch.float32))
+            exact.append([one.float().numpy() for one in stacked[-1]])
     return Nets(*stacked, kinds, list(zip(*exact)))
 
 
@@ -67,26 +72,35 @@ def choices_of(rng: np.random.Generator, tokens: int, count: int, top_k: int, ro
 
 def between(kind: int, act: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows act, each element within error, as a weight of this kind meets them; and how far those may be off."""
-    narrow = act.astype(np.float32)
-    error = error + np.abs(act) * reference.EPSILON / 2
+    narrow, error = act.astype(np.float32), error + np.abs(act) * reference.EPSILON / 2
     if kind == 32:
         return act, error
-    units = np.abs(np.ldexp(1.0, np.frexp(narrow)[1] - 24)) + 1e-45
-    return reference.to_bfloat16(narrow, error / units + 1)
+    if kind == 16:
+        return reference.to_bfloat16(narrow, error / (np.abs(np.ldexp(1.0, np.frexp(narrow)[1] - 24)) + 1e-45) + 1)
+    groups, by_group = (a.reshape(len(act), -1, reference.GROUP) for a in (np.abs(act), error))
+    worst = by_group.max(-1, keepdims=True)  # also of the largest element, and so of the scale
+    rounded, slack = reference.rounded_rows(narrow, 2 * worst / (groups.max(-1, keepdims=True) / 127 + 1e-300) + 1e-4)
+    return rounded, slack + 2 * worst.repeat(reference.GROUP, -1).reshape(act.shape)
 
 
 def truth(x: torch.Tensor, nets: Nets, weights: torch.Tensor, chosen: torch.Tensor, gate: str) -> tuple[np.ndarray, np.ndarray]:
     """Float64 [T, H], and how far sums in float32 may be off."""
     wide, made, allowed = x.float().numpy(), np.zeros(x.shape), np.zeros(x.shape)
     for token, (row, w) in enumerate(zip(chosen.tolist(), weights.double().numpy())):
+        one = wide[token : token + 1]
         for expert, weight in zip(row, w):
             gate_up, down = nets.by_expert[expert]
-            one = wide[token : token + 1]
-            act, slack = between(nets.kinds[1], *reference.plain_product(one, gate_up, nets.kinds[0], gate=gate))
-            exact = down.astype(np.float64).T
-            error = slack @ np.abs(exact) + np.abs(act) @ np.abs(exact) * reference.EPSILON / 2 * (8 + down.shape[1] // 4)
-            made[token] += weight * (act @ exact)[0]
-            allowed[token] += weight * (error + 2 * len(w) * reference.EPSILON * np.abs(act @ exact))[0]
+            if nets.kinds[0] in native.BYTES:
+                act = reference.product(one, gate_up, gate=gate)
+            else:
+                act = reference.plain_product(one, gate_up, nets.kinds[0], gate=gate)
+            rows, slack = between(nets.kinds[1], *act)
+            exact = down.values if nets.kinds[1] in native.BYTES else down.astype(np.float64)
+            # what a value of 4 bits is made of may cancel, so sums count the largest of its group
+            size = np.abs(exact).reshape(len(exact), -1, 16).max(-1).repeat(16, -1)
+            error = slack @ np.abs(exact).T + np.abs(rows) @ size.T * reference.EPSILON * (8 + exact.shape[1] // 4)
+            made[token] += weight * (rows @ exact.T)[0]
+            allowed[token] += weight * (error + 2 * len(w) * reference.EPSILON * np.abs(rows @ exact.T))[0]
     return made, allowed
 
 
@@ -108,24 +122,29 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kind", [16, 32])
-def test_experts_are_the_references(isa, kind):
+PACKED = [(4, 4), (4, 8), (8, 4), (8, 8)]
+
+
+@pytest.mark.parametrize("kinds", [(16, 16), (32, 32), (4, 16), *PACKED], ids=str)
+def test_experts_are_the_references(isa, kinds):
     """One expert and many, all of them chosen and some by nobody, tiles full and not, while the threads change."""
-    rng = np.random.default_rng(kind)
+    rng = np.random.default_rng(kinds)
     for number, (tokens, count, top_k, hidden, width, pad) in enumerate(CASES):
+        if kinds not in ((16, 16), (32, 32)):
+            hidden, width = 2 * hidden, 2 * width  # whole groups
         native.set_threads((1, 2, 3, 8)[number % 4])
-        nets = nets_of(rng, (kind, kind), count, hidden, width)
-        x = rows_of(rng, tokens, hidden, ("bfloat16", "float32")[number // 2 % 2] if kind == 16 else "float32", pad)
+        nets = nets_of(rng, kinds, count, hidden, width)
+        x = rows_of(rng, tokens, hidden, "float32" if kinds == (32, 32) else ("bfloat16", "float32")[number // 2 % 2], pad)
         weights, chosen = choices_of(rng, tokens, count, top_k, ROUTINGS[number % 3])
         gate = GATES[1 + number % 3]
         check(run(x, nets, weights, chosen, gate), truth(x, nets, weights, chosen, gate))
 
 
-@pytest.mark.parametrize("kind", [16, 32])
-def test_a_tokens_bits_depend_on_nothing_else(isa, kind):
+@pytest.mark.parametrize("kinds", [(16, 16), (32, 32), (4, 8)], ids=str)
+def test_a_tokens_bits_depend_on_nothing_else(isa, kinds):
     """Alone, in a batch of any height and routing, among any number of threads."""
     rng = np.random.default_rng(4)
-    nets, x = nets_of(rng, (kind, kind), 6, 80, 48), rows_of(rng, 40, 80)
+    nets, x = nets_of(rng, kinds, 6, 96, 64), rows_of(rng, 40, 96)
     for routing in ROUTINGS:
         weights, chosen = choices_of(rng, 40, 6, 3, routing)
         alone = torch.cat([run(x[r : r + 1], nets, weights[r : r + 1], chosen[r : r + 1]) for r in range(40)])
@@ -148,10 +167,11 @@ def test_many_tokens_pass_in_chunks(isa):
     assert torch.equal(torch.cat(parts), made)
 
 
+@pytest.mark.parametrize("kinds", [(32, 32), (4, 8)], ids=str)
 @pytest.mark.parametrize("bad", [NAN, INF])
-def test_a_token_that_is_not_finite_spoils_itself_alone(isa, bad):
+def test_a_token_that_is_not_finite_spoils_itself_alone(isa, kinds, bad):
     rng = np.random.default_rng(3)
-    nets, x = nets_of(rng, (32, 32), 4, 64, 32), rows_of(rng, 7, 64)
+    nets, x = nets_of(rng, kinds, 4, 64, 32), rows_of(rng, 7, 64)
     weights, chosen = choices_of(rng, 7, 4, 2, "even")
     clean, others = run(x, nets, weights, chosen), [0, 1, 3, 4, 5, 6]
     x[2, 40] = bad
@@ -160,6 +180,40 @@ def test_a_token_that_is_not_finite_spoils_itself_alone(isa, bad):
     weights[2] = NAN
     x[2, 40] = 0
     assert torch.equal(run(x, nets, weights, chosen)[others], clean[others]) and run(x, nets, weights, chosen)[2].isnan().all()
+
+
+@pytest.mark.skipif(not native.has_tiles(), reason="this machine has no matrix tiles (AMX)")
+@pytest.mark.parametrize("kinds", PACKED, ids=str)
+def test_many_rows_by_tiles(kinds):
+    """As products of rows and weights rounded to bfloat16; groups that fill their tiles and others, an odd number of blocks, chunks."""
+    rng = np.random.default_rng(9)
+    for number, (tokens, count, top_k, hidden, width) in enumerate(
+        ((1, 1, 1, 32, 32), (40, 3, 2, 96, 160), (70, 5, 1, 64, 32), (33, 2, 2, 544, 96), (1200, 4, 2, 1024, 32))
+    ):
+        nets, x = nets_of(rng, kinds, count, hidden, width), rows_of(rng, tokens, hidden, ("bfloat16", "float32")[number % 2], number % 3)
+        weights, chosen = choices_of(rng, tokens, count, top_k, ROUTINGS[number % 3])
+        made = []
+        for threads in (1, 3):
+            native.set_threads(threads)
+            made.append(torch.full(x.shape, NAN))
+            by_rows.experts(made[-1], x.float(), nets.gate_up, nets.down, weights, chosen, "silu", kinds, many=True)
+        assert torch.equal(*made)
+        wide, expected, allowed = x.double().numpy(), np.zeros(x.shape), np.zeros(x.shape)
+        for expert, (gate_up, down) in enumerate(nets.by_expert):
+            token, choice = np.nonzero(chosen.numpy() == expert)
+            w = weights.double().numpy()[token, choice, None]
+            gate, up = np.split(wide[token] @ gate_up.values.T, 2, 1)
+            gate_size, up_size = np.split(np.abs(wide[token]) @ np.abs(gate_up.values).T, 2, 1)
+            act = ACTIVATIONS["silu"](gate) * up
+            off = 2.0**-6.9 * (1.2 * gate_size * np.abs(up) + up_size * np.abs(ACTIVATIONS["silu"](gate)) + 2.0**-6 * gate_size * up_size)
+            np.add.at(expected, token, w * (act @ down.values.T))
+            np.add.at(allowed, token, w * ((off + 2.0**-6.9 * np.abs(act)) @ np.abs(down.values).T))
+        check(made[0], (expected, allowed))
+        assert np.linalg.norm(made[0].numpy() - expected) < 0.02 * np.linalg.norm(expected)
+    native.set_threads(1)
+    plain = nets_of(rng, (32, 32), count, hidden, width)
+    with pytest.raises(IndexError, match="no such kernel"):
+        by_rows.experts(made[0], x.float(), plain.gate_up, plain.down, weights, chosen, "silu", (32, 32), many=True)
 
 
 def test_what_does_not_fit_is_refused():

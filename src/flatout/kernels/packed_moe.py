@@ -5,6 +5,8 @@ On the CPU the native library multiplies them as they lie. Called by quant/packe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,8 @@ from flatout.kernels import native
 from flatout.kernels.activation import activate
 from flatout.kernels.moe import expected_experts
 from flatout.kernels.native import GROUP, LINES, rows
-from flatout.kernels.op import Cost, nbytes, op
-from flatout.kernels.packed import BITS, product
+from flatout.kernels.op import Cost, nbytes, op, shape_class
+from flatout.kernels.packed import BITS, LEAST_UNPACKED, product
 
 
 def _cost(out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, activation: str) -> Cost:
@@ -33,7 +35,7 @@ def packed_experts(out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weight
     """out [T, H] = sum over a token's experts e of weights * down[e] @ (activation(gate) * up), with gate and up = gate_up[e] @ x [T, H].
 
     gate_up packed [E, 2I / 16, H / 32, bytes], gates first; down packed [E, H / 16, I / 32, bytes], each of 4 or 8 bits; weights float32, chosen
-    int64 [T, top_k], without gaps between rows. What is between products and sums is float32; the sum goes in the order of choice.
+    int64 [T, top_k], without gaps between rows. Many rows may be rounded to bfloat16 instead. What is between products and sums is float32; the sum goes in the order of choice.
     """
     parts = torch.empty(*chosen.shape, out.shape[1], device=x.device)
     for expert in chosen.unique().tolist():
@@ -43,12 +45,21 @@ def packed_experts(out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weight
     out.copy_((parts * weights.unsqueeze(-1)).sum(1))
 
 
-@packed_experts.implementation(
-    "native",
-    lambda out, x, gate_up, down, weights, chosen, activation: (
-        native.available() and rows.suit(out, x) and all(t.is_contiguous() for t in (gate_up, down, weights, chosen))
-    ),
-    native=True,
-)
+def _able(out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, activation: str) -> bool:
+    return native.available() and rows.suit(out, x) and all(t.is_contiguous() for t in (gate_up, down, weights, chosen))
+
+
+def _many(*operands: Any) -> bool:
+    """So many rows an expert, if routing is even, that the processor's matrix tiles may be faster."""
+    _, _, gate_up, _, _, chosen, _ = operands
+    return _able(*operands) and native.has_tiles() and shape_class(chosen.shape[0]) * chosen.shape[1] >= LEAST_UNPACKED * gate_up.shape[0]
+
+
+@packed_experts.implementation("native", _able, native=True)
 def _native(out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, activation: str) -> None:
     rows.experts(out, x, gate_up, down, weights, chosen, activation, (BITS[gate_up.shape[3]], BITS[down.shape[3]]))
+
+
+@packed_experts.implementation("tiles", _many, native=True)
+def _tiles(out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, activation: str) -> None:
+    rows.experts(out, x, gate_up, down, weights, chosen, activation, (BITS[gate_up.shape[3]], BITS[down.shape[3]]), many=True)

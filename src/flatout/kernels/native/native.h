@@ -233,6 +233,7 @@ typedef struct {
   int32_t type;  // of x and out
   int32_t gate_up_kind, down_kind;
   int32_t gate;
+  int32_t many;  // as a product's, of all rows: a token's bits are then those of its experts' products by bfloat16
 } FlatoutExperts;
 
 FLATOUT_API int flatout_experts(const FlatoutExperts* experts);

@@ -15,7 +15,7 @@ from flatout.kernels.native import _GATES, _PLAIN, _TYPES, BYTES, GROUP, LINES, 
 
 MOST_EXPERTS = 1024  # of a router
 _NORM, _ADD, _GATE = struct.Struct("3P4qi2f"), struct.Struct("3P5qif"), struct.Struct("2P4q2i")  # FlatoutNorm, FlatoutAdd, FlatoutGate
-_ROUTE, _EXPERTS = struct.Struct("3P2q4i"), struct.Struct("6P7q4i")  # FlatoutRoute, FlatoutExperts
+_ROUTE, _EXPERTS = struct.Struct("3P2q4i"), struct.Struct("6P7q5i")  # FlatoutRoute, FlatoutExperts
 
 
 def suit(*rows: Tensor) -> bool:
@@ -77,13 +77,21 @@ def route(weights: Tensor, chosen: Tensor, logits: Tensor, renormalise: bool) ->
 
 
 def experts(
-    out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, activation: str, kinds: tuple[int, int]
+    out: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    activation: str,
+    kinds: tuple[int, int],
+    many: bool = False,
 ) -> None:
     """out [T, H] = sum over a token's experts e of weights * down[e] @ (activation(gate) * up), gate and up = gate_up[e] @ x [T, H].
 
     gate_up, down: a weight for each expert as product() takes them, of these kinds: packed [E, 2I / 16, H / 32, bytes] and [E, H / 16, I / 32, bytes],
     or plain [E, 2I, H] and [E, H, I]; contiguous. weights float32, chosen int64 [T, top_k], contiguous. What is between products and sums is
-    float32; a token has the same bits in any company. IndexError: a choice that is none of the experts. ValueError: shapes that do not fit.
+    float32; a token has the same bits in any company. many: rows and packed weights are rounded to bfloat16 instead, where has_tiles(). IndexError: a choice that is none of the experts. ValueError: shapes that do not fit.
     """
     tokens, hidden = x.shape
     count, top_k = gate_up.shape[0], chosen.shape[1]
@@ -94,7 +102,7 @@ def experts(
     asked = _EXPERTS.pack(
         *(t.data_ptr() for t in (x, gate_up, down, weights, chosen, out)),
         *(x.stride(0), out.stride(0), tokens, hidden, width, count, top_k),
-        *(_TYPES[x.dtype], *kinds, _GATES[activation]),
+        *(_TYPES[x.dtype], *kinds, _GATES[activation], many),
     )
     if _declined("experts", asked):
         raise IndexError(f"experts: a choice is none of the {count} experts, or their weights {tuple(gate_up.shape)} have no such kernel")
