@@ -17,7 +17,9 @@ from flatout.kernels.activation import activate
 from flatout.kernels.native import rows
 from flatout.kernels.op import Cost, nbytes, op, shape_class
 
-NATIVE_ROWS_EACH = 8  # of an expert, on average, up to which the native library is taken unmeasured
+# rows an expert has on average up to which the native library is taken unmeasured: a trial at a start, whose rows are all alike and so all choose the
+# same experts, would show more
+NATIVE_ROWS_EACH = {torch.bfloat16: 8, torch.float32: 16}
 
 
 def expected_experts(tokens: int, top_k: int, experts: int) -> float:
@@ -190,7 +192,7 @@ def _native_accepts(
 
 def _native_sure(*operands: Any) -> bool:
     *_, gate_up, _, _, chosen, _, _ = operands
-    return shape_class(chosen.shape[0]) * chosen.shape[1] <= NATIVE_ROWS_EACH * gate_up.shape[0]
+    return shape_class(chosen.shape[0]) * chosen.shape[1] <= NATIVE_ROWS_EACH[gate_up.dtype] * gate_up.shape[0]
 
 
 @experts.implementation("native", _native_accepts, sure=_native_sure, native=True)
