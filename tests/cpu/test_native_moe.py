@@ -157,13 +157,13 @@ def test_a_tokens_bits_depend_on_nothing_else(isa, kinds):
 def test_many_tokens_pass_in_chunks(isa):
     """More than the library's scratch holds at once: the bits of each are those it has alone."""
     rng = np.random.default_rng(5)
-    nets, x = nets_of(rng, (16, 16), 3, 2048, 16), rows_of(rng, 1500, 2048, "bfloat16")
-    weights, chosen = choices_of(rng, 1500, 3, 2, "even")
+    nets, x = nets_of(rng, (16, 16), 3, 2048, 16), rows_of(rng, 2500, 2048, "bfloat16")
+    weights, chosen = choices_of(rng, 2500, 3, 2, "even")
     native.set_threads(2)
     made = run(x, nets, weights, chosen)
-    some = [0, 1, 700, 1030, 1499]
+    some = [0, 1, 700, 2040, 2499]
     assert torch.equal(run(x[some], nets, weights[some], chosen[some]), made[some])
-    parts = [run(x[a : a + 100], nets, weights[a : a + 100], chosen[a : a + 100]) for a in range(0, 1500, 100)]
+    parts = [run(x[a : a + 100], nets, weights[a : a + 100], chosen[a : a + 100]) for a in range(0, 2500, 100)]
     assert torch.equal(torch.cat(parts), made)
 
 
@@ -188,7 +188,7 @@ def test_many_rows_by_tiles(kinds):
     """As products of rows and weights rounded to bfloat16; groups that fill their tiles and others, an odd number of blocks, chunks."""
     rng = np.random.default_rng(9)
     for number, (tokens, count, top_k, hidden, width) in enumerate(
-        ((1, 1, 1, 32, 32), (40, 3, 2, 96, 160), (70, 5, 1, 64, 32), (33, 2, 2, 544, 96), (1200, 4, 2, 1024, 32))
+        ((1, 1, 1, 32, 32), (40, 3, 2, 96, 160), (70, 5, 1, 64, 32), (33, 2, 2, 544, 96), (4200, 4, 2, 1024, 32))
     ):
         nets, x = nets_of(rng, kinds, count, hidden, width), rows_of(rng, tokens, hidden, ("bfloat16", "float32")[number % 2], number % 3)
         weights, chosen = choices_of(rng, tokens, count, top_k, ROUTINGS[number % 3])

@@ -138,7 +138,7 @@ def test_experts_against_float64(name, dtype):
         pytest.skip("the native library was not built")
     for bits, down_bits, tokens, count, top_k, hidden, width in (
         (4, 8, 3, 5, 2, 96, 64),
-        (8, 4, 64, 4, 3, 64, 32),
+        (8, 4, 96, 4, 3, 64, 32),
         (4, 4, 64, 2, 2, 32, 96),
     ):
         if name == "tiles" and tokens < 64:

@@ -3,6 +3,9 @@
 //
 // Blocks of all experts are shared out together, an expert's by the number of its rows, so that one token's few experts and a batch's many both
 // use all threads. A row meets a block as in any product, and a token's sum goes by its own choices: company and threads change no bit.
+//
+// Milliseconds here / by torch's loop over experts (60 experts, top 4, 2048 x 1408, bfloat16, 2 threads on 2 vCPUs with AMX, each time
+// others are chosen): 1 token 3.0 / 8.4, 8 tokens 20 / 44, 64 tokens 49 / 73, 256 tokens 130 / 114; of 4 bits 1 token 1.9, 8 tokens 12 to 14, beside another process.
 
 #include "amx.h"
 #include "pool.h"
@@ -12,7 +15,7 @@
 namespace flatout {
 namespace {
 
-constexpr int64_t kMostScratch = 32 << 20;  // bytes for the rows of a chunk of tokens; longer prompts pass chunk by chunk
+constexpr int64_t kMostScratch = 64 << 20;  // bytes for the rows of a chunk of tokens; longer prompts pass chunk by chunk
 constexpr int64_t kPartSums = 4096;         // products to add up, about a microsecond
 constexpr int64_t kBlockCost = 4;           // of reading a block of lines, where a row that meets it costs 1 (plain.inc's figures)
 
