@@ -1,7 +1,7 @@
 """Ops of mixture-of-experts blocks: route (which experts, with what weights) and experts (their feed-forward nets, weighed and summed).
 
-The reference loops over experts and so reads their counts on the host; on CUDA kernels/gpu/moe.py has what reads nothing, on the CPU the native
-library. Called by layers/moe.py.
+The reference loops over experts and so reads their counts on the host; on CUDA kernels/gpu/moe.py has what reads nothing, on the CPU the
+native library. Called by layers/moe.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from flatout.kernels.activation import activate
 from flatout.kernels.native import rows
 from flatout.kernels.op import Cost, nbytes, op, shape_class
 
-# rows an expert has on average up to which the native library is taken unmeasured: a trial at a start, whose rows are all alike and so all choose the
-# same experts, would show more
+# rows an expert has on average up to which the native library is taken unmeasured: a trial at a start, whose rows are all alike and so all
+# choose the same experts, would show more
 NATIVE_ROWS_EACH = {torch.bfloat16: 8, torch.float32: 16}
 
 

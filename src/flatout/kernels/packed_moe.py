@@ -17,8 +17,8 @@ from flatout.kernels.native import GROUP, LINES, rows
 from flatout.kernels.op import Cost, nbytes, op, shape_class
 from flatout.kernels.packed import BITS, product
 
-# rows an expert has on average from which matrix tiles are tried: each expert's weights are unpacked for its rows alone. Of 8 experts, top 2, 2048 x 1408, 4
-# bits, 2 threads: 64 rows 17 to 35 ms by tiles, 22 to 31 without; 128 rows 39 and 40 ms, without 58 and 59; with 34 rows, of 60 experts,
+# rows an expert has on average from which matrix tiles are tried: each expert's weights are unpacked for its rows alone. Of 8 experts, top 2,
+# 2048 x 1408, 4 bits, 2 threads: 64 rows 17 to 35 ms by tiles, 22 to 31 without; 128 rows 39 and 40 ms, without 58 and 59; with 34 rows, of 60 experts,
 # tiles were 1.2 to 2 times slower. Beside another process
 LEAST_EACH = 64
 
@@ -39,8 +39,9 @@ def _cost(out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor
 def packed_experts(out: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, activation: str) -> None:
     """out [T, H] = sum over a token's experts e of weights * down[e] @ (activation(gate) * up), with gate and up = gate_up[e] @ x [T, H].
 
-    gate_up packed [E, 2I / 16, H / 32, bytes], gates first; down packed [E, H / 16, I / 32, bytes], each of 4 or 8 bits; weights float32, chosen
-    int64 [T, top_k], without gaps between rows. Many rows may be rounded to bfloat16 instead. What is between products and sums is float32; the sum goes in the order of choice.
+    gate_up packed [E, 2I / 16, H / 32, bytes], gates first; down packed [E, H / 16, I / 32, bytes], each of 4 or 8 bits; weights float32,
+    chosen int64 [T, top_k], without gaps between rows. Many rows may be rounded to bfloat16 instead. What is between products and sums is
+    float32; the sum goes in the order of choice.
     """
     parts = torch.empty(*chosen.shape, out.shape[1], device=x.device)
     for expert in chosen.unique().tolist():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -39,9 +39,9 @@ MOST_READERS = 8  # threads that read files: more only wait for the disk
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-# projections that may stay packed: all but the router's
-PACKABLE = re.compile(r"(layers\.\d+\.(attn\.(qkv|o)|(mlp|moe|moe\.shared)\.(gate_up|down))|head)\.weight")
-EXPERTS = re.compile(r"(layers\.\d+\.moe)\.(gate_up|down)")
+# projections that may stay packed by themselves: all but the router's and the experts'
+PACKABLE = re.compile(r"(layers\.\d+\.(attn\.(qkv|o)|(mlp|moe\.shared)\.(gate_up|down))|head)\.weight")
+EXPERTS = re.compile(r"(layers\.\d+\.moe)\.(gate_up|down)\.weight")  # those may too, both or neither, as they are one op
 
 
 class Loadable(Protocol):
@@ -96,7 +96,7 @@ def load_weights(decoder: Loadable, source: ModelSource, *, seed: int = 0) -> Lo
 
 def kept_packed(source: ModelSource) -> dict[str, int]:
     """Bits of the projections of a GGUF file that can stay packed, for Decoder(packed=...): all tensors of one must be quantised and of whole blocks
-    of rows. It has the bits of the tensor that needs most. Experts, which are one op, have both their products packed or neither."""
+    of rows. It has the bits of the tensor that needs most."""
     assert source.gguf is not None
     names, found = names_of(source.spec), dict[str, list[int]]()
     stored = {name: (names.target(name), tensor) for name, tensor in source.gguf.tensors.items()}
@@ -106,14 +106,15 @@ def kept_packed(source: ModelSource) -> dict[str, int]:
         name = target.name
         if name == "embed.weight" and source.spec.tie_embeddings:
             name = "head.weight"
-        if PACKABLE.fullmatch(name):
-            shape = tensor.shape[-2:]  # of experts there may be a stack
+        if PACKABLE.fullmatch(name) or EXPERTS.fullmatch(name):
+            rows, *columns = tensor.shape[-2:]  # of experts there may be a stack
             if name.endswith("gate_up.weight") and target.segment is None:
-                shape = (shape[0] // 2, *shape[1:])  # gates and ups are blocks of their own
-            found.setdefault(name.removesuffix(".weight"), []).append(gguf.kept_bits(tensor.type.name, shape))
+                rows //= 2  # gates and ups are blocks of their own
+            found.setdefault(name, []).append(gguf.kept_bits(tensor.type.name, (rows, *columns)))
     kept = {name: max(bits) for name, bits in found.items() if all(bits)}
-    whole = {m[1] for m in map(EXPERTS.fullmatch, kept) if m and {f"{m[1]}.gate_up", f"{m[1]}.down"} <= kept.keys()}
-    return {name: bits for name, bits in kept.items() if not (m := EXPERTS.fullmatch(name)) or m[1] in whole}
+    halves = Counter(m[1] for m in map(EXPERTS.fullmatch, kept) if m)
+    whole = (name for name in kept if not (m := EXPERTS.fullmatch(name)) or halves[m[1]] == 2)
+    return {name.removesuffix(".weight"): kept[name] for name in whole}
 
 
 def _plan(destinations: Mapping[str, Destination], source: ModelSource, report: LoadReport) -> list[_Move]:
@@ -206,12 +207,14 @@ def _run(moves: list[_Move], spec: ModelSpec) -> None:
 
             def move_one(move: _Move) -> None:
                 stored = move.stored
-                if not isinstance(stored, GGUFTensor):
+                if isinstance(stored, GGUFTensor) and move.destination.lines > 1:
+                    for each, blocks in _by_expert(move, stored):
+                        _write_packed(each, blocks, spec, copy)
+                elif isinstance(stored, GGUFTensor):
+                    for part, value in _unpacked(move, stored):
+                        _write(part, value, spec, copy)
+                else:
                     _write(move, opened[stored.file].get_tensor(stored.name), spec, copy)
-                    return
-                write = _write_packed if move.destination.lines > 1 else _write_unpacked
-                for part, raw, shape in _pieces(move, stored):
-                    write(part, raw, shape, spec, copy)
 
             for _ in pool.map(move_one, moves):
                 pass
@@ -228,23 +231,24 @@ def _opened(file: Path) -> safe_open:
         raise ModelFileError(f"{file}: the safetensors header is not valid: {e}; fetch the file again") from None
 
 
-def _pieces(move: _Move, stored: GGUFTensor) -> Iterator[tuple[_Move, np.ndarray, tuple[int, ...]]]:
-    """A GGUF tensor's blocks and shape; stacked experts one by one."""
+def _by_expert(move: _Move, stored: GGUFTensor) -> Iterator[tuple[_Move, GGUFTensor]]:
+    """The tensor, or of stacked experts each."""
     if len(stored.shape) < 3:
-        yield move, stored.data, stored.shape
+        yield move, stored
         return
     each = len(stored.data) // stored.shape[0]
     for expert in range(stored.shape[0]):
-        one = replace(move, target=replace(move.target, expert=expert))
-        yield one, stored.data[expert * each : (expert + 1) * each], stored.shape[1:]
+        one = replace(stored, shape=stored.shape[1:], data=stored.data[expert * each : (expert + 1) * each])
+        yield replace(move, stored=one, target=replace(move.target, expert=expert)), one
 
 
-def _write_unpacked(move: _Move, raw: np.ndarray, shape: tuple[int, ...], spec: ModelSpec, copy: Copy) -> None:
-    """In the parameter's dtype."""
+def _unpacked(move: _Move, stored: GGUFTensor) -> Iterator[tuple[_Move, Tensor]]:
+    """A GGUF tensor in the parameter's dtype; stacked experts one by one."""
     dtype = move.destination.tensor.dtype
     if dtype == torch.float16:
         dtype = torch.float32  # so that what does not fit is noticed
-    _write(move, gguf.dequantize(raw, move.kind, shape, dtype), spec, copy)
+    for one, part in _by_expert(move, stored):
+        yield one, gguf.dequantize(part.data, part.type.name, part.shape, dtype)
 
 
 def _write(move: _Move, value: Tensor, spec: ModelSpec, copy: Copy) -> None:
@@ -261,15 +265,15 @@ def _write(move: _Move, value: Tensor, spec: ModelSpec, copy: Copy) -> None:
     move.destination.write(value.view(move.destination.shape_of(target.segment, target.expert)), target.segment, target.expert, copy)
 
 
-def _write_packed(move: _Move, raw: np.ndarray, shape: tuple[int, ...], spec: ModelSpec, copy: Copy) -> None:
+def _write_packed(move: _Move, stored: GGUFTensor, spec: ModelSpec, copy: Copy) -> None:
     """In groups with scales, as the file has it, laid out anew."""
-    target, (rows, columns), order = move.target, shape, None
+    target, (rows, columns), order = move.target, stored.shape, None
     if target.paired_heads:
         order = _halves(torch.arange(rows), spec.num_heads if target.segment == "q" else spec.num_kv_heads).numpy()
     try:
-        value = gguf.repacked(raw, move.kind, (rows, columns), bits_of(move.destination.tensor), order)
+        value = gguf.repacked(stored.data, move.kind, (rows, columns), bits_of(move.destination.tensor), order)
     except ValueError as e:
-        raise ModelFileError(f"{move.stored.file}: {move.name}: {e}; leave out --quantization gguf") from None
+        raise ModelFileError(f"{stored.file}: {move.name}: {e}; leave out --quantization gguf") from None
     move.destination.write(value, target.segment, target.expert, copy)
 
 

@@ -89,9 +89,10 @@ def experts(
 ) -> None:
     """out [T, H] = sum over a token's experts e of weights * down[e] @ (activation(gate) * up), gate and up = gate_up[e] @ x [T, H].
 
-    gate_up, down: a weight for each expert as product() takes them, of these kinds: packed [E, 2I / 16, H / 32, bytes] and [E, H / 16, I / 32, bytes],
-    or plain [E, 2I, H] and [E, H, I]; contiguous. weights float32, chosen int64 [T, top_k], contiguous. What is between products and sums is
-    float32; a token has the same bits in any company. many: rows and packed weights are rounded to bfloat16 instead, where has_tiles(). IndexError: a choice that is none of the experts. ValueError: shapes that do not fit.
+    gate_up, down: a weight for each expert as product() takes them, of these kinds: packed [E, 2I / 16, H / 32, bytes] and
+    [E, H / 16, I / 32, bytes], or plain [E, 2I, H] and [E, H, I]; contiguous. weights float32, chosen int64 [T, top_k], contiguous. What is
+    between products and sums is float32; a token has the same bits in any company. many: rows and packed weights are rounded to bfloat16
+    instead, where has_tiles(). IndexError: a choice that is none of the experts. ValueError: shapes that do not fit.
     """
     tokens, hidden = x.shape
     count, top_k = gate_up.shape[0], chosen.shape[1]
