@@ -134,8 +134,41 @@ int chunk(int64_t count, int64_t keys, int32_t dim, int32_t window, bool half, b
   return flatout_chunk(&c);
 }
 
+// A mixture's block: norm, router, experts, their gates and sums.
+int mixture(int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden, int64_t width, int kind, int down_kind, bool half) {
+  const auto bytes = [](int64_t lines, int64_t columns, int k) { return k >= 16 ? lines * columns * k / 8 : lines / 16 * (columns / 32) * (k == 4 ? 320 : 544); };
+  const auto gate_up = exactly<uint8_t>(experts * bytes(2 * width, hidden, kind), 1), down = exactly<uint8_t>(experts * bytes(hidden, width, down_kind), 2);
+  const auto wide = exactly<float>(tokens * 2 * hidden, 3);
+  const auto narrow = exactly<uint16_t>(tokens * 2 * hidden, 4), narrow_logits = exactly<uint16_t>(tokens * experts, 5);
+  const auto logits = exactly<float>(tokens * experts, 6);
+  std::vector<float> out(tokens * hidden), weights(tokens * top_k);
+  std::vector<uint16_t> half_out(tokens * hidden);
+  std::vector<int64_t> chosen(tokens * top_k);
+  const void* x = half ? static_cast<const void*>(narrow.data()) : wide.data();
+  void* to = half ? static_cast<void*>(half_out.data()) : out.data();
+  FlatoutRoute r{};
+  r.logits = half ? static_cast<const void*>(narrow_logits.data()) : logits.data();
+  r.weights = weights.data(), r.chosen = chosen.data(), r.stride = r.experts = experts, r.rows = tokens, r.top_k = top_k, r.type = half, r.renormalise = half;
+  FlatoutExperts e{};
+  e.x = x, e.gate_up = gate_up.data(), e.down = down.data(), e.weights = weights.data(), e.chosen = chosen.data(), e.out = to;
+  e.x_stride = e.out_stride = e.hidden = hidden, e.tokens = tokens, e.width = width, e.experts = experts, e.top_k = top_k;
+  e.type = half, e.gate_up_kind = kind, e.down_kind = down_kind, e.gate = FLATOUT_SILU;
+  FlatoutNorm n{};
+  n.x = x, n.weight = x, n.out = to, n.x_stride = n.out_stride = n.width = hidden, n.rows = tokens, n.type = half, n.eps = 1e-5f, n.offset = half;
+  FlatoutAdd a{};
+  a.x = x, a.gates = half ? nullptr : x, a.out = to, a.x_stride = a.out_stride = a.width = hidden - 1, a.gate_stride = 1, a.rows = tokens, a.type = half, a.scale = 0.5f;
+  FlatoutGate g{};
+  g.x = x, g.out = to, g.x_stride = 2 * hidden, g.out_stride = g.width = hidden, g.rows = tokens, g.type = half, g.gate = FLATOUT_GELU;
+  const FlatoutCall calls[] = {{FLATOUT_CALL_ROUTE, &r}, {FLATOUT_CALL_EXPERTS, &e}, {FLATOUT_CALL_NORM, &n}, {FLATOUT_CALL_ADD, &a}, {FLATOUT_CALL_GATE, &g}};
+  if (flatout_run(calls, 5, nullptr) != 5) return 1;
+  e.many = kind <= 8 && down_kind <= 8 && flatout_has_tiles();
+  return e.many && flatout_experts(&e);
+}
+
 int all() {
   int failed = chunk(1, 1, 32, 0, false, false) | chunk(33, 70, 64, 0, true, true) | chunk(65, 65, 96, 20, false, true) | chunk(40, 200, 256, 0, false, false);
+  failed |= mixture(1, 5, 2, 96, 64, 16, 32, false) | mixture(9, 3, 3, 64, 32, 4, 8, true) | mixture(40, 33, 4, 112, 48, 32, 16, true);
+  failed |= mixture(3, 1, 1, 32, 96, 8, 4, false) | mixture(70, 2, 1, 16, 16, 16, 16, false);
   failed |= step(1, false) | step(33, true) | step(2051, false);
   failed |= attend(8, 1, 16, 0, false) | attend(3, 3, 80, 7, false) | attend(4, 2, 64, 0, true) | attend(7, 1, 256, 0, true) | attend(3, 3, 80, 7, false, true);
   for (int64_t rows : {1, 3, 17}) {

@@ -69,10 +69,9 @@ def test_norms(rows, width, dtype, offset, scale, seed):
 
 
 def test_norm_of_zeros_is_zero():
-    for run in (rms_norm.reference, *(i.run for i in rms_norm.implementations)):
-        out = torch.empty(2, 8)
-        run(out, torch.zeros(2, 8), torch.ones(8), 1e-5, 0.0)
-        assert (out == 0).all()
+    for width in (8, 32):
+        for out, *_ in every(rms_norm, torch.empty(2, width), torch.zeros(2, width), torch.ones(width), 1e-5, 0.0):
+            assert (out == 0).all()
 
 
 @settings(max_examples=120, deadline=None)
@@ -199,17 +198,17 @@ def test_experts(rows, count, top_k, dtype, seed, renormalise):
     close(probabilities, exact / exact.sum(-1, keepdim=True) if renormalise else exact)
     x, gate_up, down = (
         random(seed, rows, 16, dtype=dtype),
-        random(seed, count, 24, 16, dtype=dtype),
-        random(seed, count, 16, 12, dtype=dtype),
+        random(seed, count, 32, 16, dtype=dtype) / 4,
+        random(seed, count, 16, 16, dtype=dtype) / 4,
     )
     expected = torch.zeros(rows, 16, dtype=torch.float64)
     for t in range(rows):
         for k in range(top_k):
             gate, up = (gate_up[chosen[t, k]].double() @ x[t].double()).chunk(2)
             expected[t] += probabilities[t, k].double() * (down[chosen[t, k]].double() @ (gate / (1 + torch.exp(-gate)) * up))
-    scratch = torch.empty(rows, top_k * 12, dtype=dtype), torch.empty(rows, top_k * 16, dtype=dtype)
+    scratch = torch.empty(rows, top_k * 16, dtype=dtype), torch.empty(rows, top_k * 16, dtype=dtype)
     for made in every(experts, torch.empty_like(x), *scratch, x, gate_up, down, probabilities, chosen, "silu", False):
-        close(made[0], expected, 40)
+        close(made[0], expected, 4)
 
 
 def cost_of(op, *operands) -> Cost:

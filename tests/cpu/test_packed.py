@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flatout.kernels import native, packed
 from flatout.kernels.packed import GROUP, LINES, pack, packed_add, packed_linear, packed_norm_gated, packed_norm_linear, unpacked
+from flatout.kernels.packed_moe import packed_experts
 from flatout.quant.packed import Packed
 
 EPS = 1e-5
@@ -130,6 +131,38 @@ def test_products_against_float64(name, dtype, monkeypatch):
     assert ran
 
 
+@pytest.mark.parametrize("name", ["reference", "native", "tiles"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_against_float64(name, dtype):
+    if name != "reference" and not native.available():
+        pytest.skip("the native library was not built")
+    for bits, down_bits, tokens, count, top_k, hidden, width in (
+        (4, 8, 3, 5, 2, 96, 64),
+        (8, 4, 96, 4, 3, 64, 32),
+        (4, 4, 64, 2, 2, 32, 96),
+    ):
+        if name == "tiles" and tokens < 64:
+            continue
+        gate_ups, downs = (
+            [weight(*shape, b, e) for e in range(count)] for shape, b in (((2 * width, hidden), bits), ((hidden, width), down_bits))
+        )
+        x, out = torch.randn(tokens, hidden).to(dtype), torch.full((tokens, hidden), float("nan"), dtype=dtype)
+        weights, chosen = torch.rand(tokens, count).topk(top_k)
+        expected, by_tiles = torch.zeros(tokens, hidden, dtype=torch.float64), name == "tiles"
+        for t in range(tokens):
+            for w, e in zip(weights[t].double(), chosen[t].tolist()):
+                one = x[t : t + 1].double() if by_tiles else rounded(x[t : t + 1])
+                gate, up = (one @ gate_ups[e][1].T).chunk(2, -1)
+                act = torch.nn.functional.silu(gate) * up
+                expected[t] += w * ((act if by_tiles else rounded(act)) @ downs[e][1].T)[0]
+        stacks = [torch.stack([made for made, _ in each]) for each in (gate_ups, downs)]
+        run_all(packed_experts, name, (out, x, *stacks, weights, chosen, "silu"))
+        # float32 may put a value on the other side of a half: a step of int8
+        slack = 2.0**-4 if by_tiles else 2.0**-6 if dtype == torch.bfloat16 else 2.0**-7
+        torch.testing.assert_close(out.double(), expected, rtol=slack, atol=slack)
+        assert (out.double() - expected).norm() < slack / 4 * expected.norm()
+
+
 def test_logits_of_bfloat16_rows_are_float32():
     made, exact = weight(64, 96, 8)
     x, out = torch.randn(3, 96).bfloat16(), torch.empty(3, 64)
@@ -148,3 +181,8 @@ def test_costs_count_what_is_read():
     made, _ = weight(64, 96, 4)
     cost = packed_linear.cost(torch.empty(3, 64), torch.empty(3, 96), made, None)
     assert cost.weights == made.nbytes == 64 * 96 * 5 // 8 and cost.flops == 2 * 3 * 64 * 96
+    stacks = torch.stack([weight(128, 96, 4)[0]] * 8), torch.stack([weight(96, 64, 8)[0]] * 8)
+    rows = torch.empty(3, 96), torch.empty(3, 96), *stacks, torch.empty(3, 2), torch.empty(3, 2, dtype=torch.int64)
+    cost = packed_experts.cost(*rows, "silu")
+    assert cost.weights == round(8 * (1 - 0.75**3) * (128 * 96 * 5 // 8 + 96 * 64 * 17 // 16))
+    assert cost.flops == 3 * 2 * (2 * (128 * 96 + 96 * 64) + 5 * 64 + 2 * 96)

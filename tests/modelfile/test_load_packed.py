@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -203,10 +205,73 @@ def test_logits_are_those_of_the_unpacked_weights(tmp_path, family, kind):
     assert 1e-4 < off < 0.03
 
 
-def test_experts_stay_unpacked(tmp_path):
-    types = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "attn_output"), "Q8_0")
-    source = source_of(write_gguf(model_of(config_of("mixtral", **WIDE)), tmp_path / "m.gguf", types={"norm": "F32", **types}))
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+MIXTURE = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 160}
+
+
+def stack(weight: torch.Tensor) -> torch.Tensor:
+    return torch.stack([unpacked(one) for one in weight])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(("gates", "down"), [("Q4_0", "Q4_0"), ("Q4_1", "Q8_0"), ("Q8_0", "Q4_0"), ("Q4_K", "Q6_K")])
+def test_experts_stay_packed(tmp_path, family, gates, down):
+    """Gates with their ups, and down, each in the bits of its type; logits are those of the unpacked weights but for what rounding costs."""
+    types = {"norm": "F32", "ffn_gate_exps": gates, "ffn_up_exps": gates, "ffn_down_exps": down}
+    source = source_of(write_gguf(model_of(config_of(family, **MIXTURE)), tmp_path / "m.gguf", types=types))
+    packed, plain = kept_packed(source), load(source)[0]
+    sparse = [i for i, layer in enumerate(source.spec.layers) if layer.moe]
+    wanted = {part: 4 if kind.startswith("Q4") else 8 for part, kind in (("gate_up", gates), ("down", down))}
+    assert packed == {f"layers.{i}.moe.{part}": bits for i in sparse for part, bits in wanted.items()}
+    found, report, decoder = packed_load(source, packed)
+    for name, value in found.items():
+        bits = packed.get(name.removesuffix(".weight"))
+        if bits is None:
+            assert torch.equal(value, plain[name]), name
+        elif "K" in gates:
+            assert near(stack(value).flatten(0, 1), plain[name].flatten(0, 1), bits), name
+        else:
+            assert torch.equal(stack(value), plain[name]), name
+    assert report.parameters.total() == sum(t.numel() for t in plain.values())
+    assert decoder.weight_bytes() == sum(t.nbytes for t in found.values())
+    ids = np.random.default_rng(0).integers(0, 160, 12).tolist()
+    logits = [Network(packed_load(source, kept)[2]).step([(Sequence(), ids)])[0] for kept in ({}, packed)]
+    off = np.sqrt(np.square(logits[1] - logits[0]).mean() / logits[0].var())
+    assert 1e-5 < off < 0.03
+
+
+def test_experts_in_one_tensor_each_stay_packed_too(tmp_path):
+    """As early Mixtral files have them."""
+    path = write_gguf(model_of(config_of("mixtral", **WIDE)), tmp_path / "m.gguf", types={"norm": "F32", **dict.fromkeys(EXPERTS, "Q8_0")})
+    whole, source = source_of(path), source_of(path)
+    split = {}
+    for name, t in source.gguf.tensors.items():
+        if "_exps" not in name:
+            split[name] = t
+            continue
+        each = len(t.data) // t.shape[0]
+        for e in range(t.shape[0]):
+            one = name.replace("_exps", f".{e}")
+            split[one] = replace(t, name=one, shape=t.shape[1:], data=t.data[e * each : (e + 1) * each])
+    source.gguf.tensors = split
+    packed = kept_packed(source)
+    assert packed == kept_packed(whole) and len(packed) == 2 * source.spec.num_layers
+    ours, theirs = (packed_load(s, packed)[0] for s in (source, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("types", "width"),
+    [
+        ({**dict.fromkeys(EXPERTS, "Q8_0"), "ffn_down_exps": "F16"}, 96),
+        ({**dict.fromkeys(EXPERTS, "Q8_0"), "ffn_up_exps": "BF16"}, 96),
+        ({"ffn_gate_exps": "Q8_0", "ffn_up_exps": "Q8_0", "ffn_down_exps": "F32"}, 40),
+    ],
+)
+def test_experts_are_packed_whole_or_not_at_all(tmp_path, types, width):
+    types = {"norm": "F32", "attn_output": "Q8_0", **types}
+    source = source_of(write_gguf(model_of(config_of("mixtral", **WIDE | {"intermediate_size": width})), tmp_path / "m.gguf", types=types))
     packed = kept_packed(source)
     assert set(packed) == {f"layers.{i}.attn.o" for i in range(source.spec.num_layers)}
-    found, _, _ = packed_load(source, packed)
-    assert all(np.isfinite(t.float().numpy()).all() for t in found.values())
+    plain, found = load(source)[0], packed_load(source, packed)[0]
+    assert all(torch.equal(found[name], plain[name]) for name in plain if ".moe." in name)

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flatout.kernels import native
+from flatout.kernels.native import rows
+from flatout.kernels.norm import FEW_ROWS
 from flatout.kernels.op import Cost, nbytes, op
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -43,3 +46,18 @@ def gate_mul(out: Tensor, gate_up: Tensor, activation: str) -> None:
 def add_gated(out: Tensor, x: Tensor, gate: Tensor) -> None:
     """out += sigmoid(gate) * x, with out and x [T, H], gate [T, 1]."""
     out.add_(torch.sigmoid(gate) * x)
+
+
+@gate_mul.implementation("native", lambda out, gate_up, activation: native.available() and rows.suit(out, gate_up), native=True)
+def _gate_native(out: Tensor, gate_up: Tensor, activation: str) -> None:
+    rows.gate(out, gate_up, activation)
+
+
+@add_gated.implementation(
+    "native",
+    lambda out, x, gate: native.available() and rows.suit(out, x, gate),
+    sure=lambda out, x, gate: x.shape[0] <= FEW_ROWS,
+    native=True,
+)
+def _add_gated_native(out: Tensor, x: Tensor, gate: Tensor) -> None:
+    rows.add(out, x, 1.0, gate)

@@ -1,17 +1,25 @@
 """Ops of mixture-of-experts blocks: route (which experts, with what weights) and experts (their feed-forward nets, weighed and summed).
 
-The reference loops over experts and so reads their counts on the host; on CUDA kernels/gpu/moe.py has what reads nothing. Called by
-layers/moe.py.
+The reference loops over experts and so reads their counts on the host; on CUDA kernels/gpu/moe.py has what reads nothing, on the CPU the
+native library. Called by layers/moe.py.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flatout.kernels import native
 from flatout.kernels.activation import activate
-from flatout.kernels.op import Cost, nbytes, op
+from flatout.kernels.native import rows
+from flatout.kernels.op import Cost, nbytes, op, shape_class
+
+# rows an expert has on average up to which the native library is taken unmeasured: a trial at a start, whose rows are all alike and so all
+# choose the same experts, would show more
+NATIVE_ROWS_EACH = {torch.bfloat16: 8, torch.float32: 16}
 
 
 def expected_experts(tokens: int, top_k: int, experts: int) -> float:
@@ -32,6 +40,16 @@ def route(weights: Tensor, chosen: Tensor, logits: Tensor, renormalise: bool) ->
     torch.topk(torch.softmax(logits, -1, dtype=torch.float32), chosen.shape[1], -1, out=(weights, chosen))
     if renormalise:
         weights.div_(weights.sum(-1, keepdim=True))
+
+
+def _route_native_accepts(weights: Tensor, chosen: Tensor, logits: Tensor, renormalise: bool) -> bool:
+    contiguous = weights.is_contiguous() and chosen.is_contiguous()
+    return native.available() and rows.suit(logits) and logits.shape[1] <= rows.MOST_EXPERTS and contiguous
+
+
+@route.implementation("native", _route_native_accepts, native=True)
+def _route_native(weights: Tensor, chosen: Tensor, logits: Tensor, renormalise: bool) -> None:
+    rows.route(weights, chosen, logits, renormalise)
 
 
 def _experts_cost(
@@ -139,3 +157,56 @@ def _grouped(
     returned = torch._grouped_mm(activate(gate, activation) * up, down.transpose(1, 2), offs=ends)
     parts.view(order.shape[0], -1).index_copy_(0, order, returned)
     _combine(out, parts, weights)
+
+
+def _looped_accepts(*operands: Any) -> bool:
+    *_, x, _, _, _, _, _, invariant = operands
+    return x.device.type == "cpu" and not invariant
+
+
+experts.implementation("looped", _looped_accepts)(experts.reference)
+
+
+def _native_accepts(
+    out: Tensor,
+    act: Tensor,
+    parts: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    activation: str,
+    invariant: bool,
+) -> bool:
+    """Whatever the number of rows: none of them changes another's bits."""
+    return (
+        native.available()
+        and rows.suit(out, x)
+        and gate_up.dtype == down.dtype == x.dtype
+        and gate_up.shape[2] % 16 == 0
+        and down.shape[2] % 16 == 0
+        and all(t.is_contiguous() for t in (gate_up, down, weights, chosen))
+    )
+
+
+def _native_sure(*operands: Any) -> bool:
+    *_, gate_up, _, _, chosen, _, _ = operands
+    return shape_class(chosen.shape[0]) * chosen.shape[1] <= NATIVE_ROWS_EACH[gate_up.dtype] * gate_up.shape[0]
+
+
+@experts.implementation("native", _native_accepts, sure=_native_sure, native=True)
+def _native(
+    out: Tensor,
+    act: Tensor,
+    parts: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    activation: str,
+    invariant: bool,
+) -> None:
+    kind = 8 * gate_up.element_size()
+    rows.experts(out, x, gate_up, down, weights, chosen, activation, (kind, kind))

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flatout.kernels import native
+from flatout.kernels.native import rows
 from flatout.kernels.op import Cost, nbytes, op, shape_class
 
 
@@ -75,3 +77,24 @@ def normalise(out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float)
 
 rms_norm.implementation("torch", lambda out, x, weight, eps, offset: not x.is_cuda and _torch_suits(x, offset))(_by_torch)
 rms_norm.implementation("vector_norm", lambda out, x, weight, eps, offset: not x.is_cuda)(_by_vector_norm)
+
+
+# few rows are sure: a program of the native library's (kernels/program.py) goes on through them, which no trial of theirs alone shows
+FEW_ROWS = 64
+
+
+@rms_norm.implementation(
+    "native",
+    lambda out, x, weight, eps, offset: (
+        native.available() and rows.suit(out, x) and weight.dtype == x.dtype and weight.is_contiguous() and x.shape[1] % 16 == 0
+    ),
+    sure=lambda out, x, weight, eps, offset: x.shape[0] <= FEW_ROWS,
+    native=True,
+)
+def _norm_native(out: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float) -> None:
+    rows.norm(out, x, weight, eps, offset)
+
+
+@add.implementation("native", lambda residual, x, scale: native.available() and rows.suit(residual, x), native=True)
+def _add_native(residual: Tensor, x: Tensor, scale: float) -> None:
+    rows.add(residual, x, scale)

@@ -59,7 +59,7 @@ class Destination:
     def shape_of(self, segment: str | None = None, expert: int | None = None) -> tuple[int, ...]:
         """The shape of this piece of the weight, which write() expects unless it is packed."""
         shape = tuple(self._view(segment, expert).shape)
-        return shape if self.lines == 1 else (shape[0] * self.lines, self.columns)
+        return shape if self.lines == 1 else (*shape[:-3], shape[-3] * self.lines, self.columns)
 
     def pieces(self, segment: str | None = None, expert: int | None = None) -> list[tuple[int | None, str | None]]:
         """The smallest parts (expert, segment) that a write() with these arguments fills."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.activation import add_gated
-from flatout.kernels.moe import experts, route
+from flatout.kernels.moe import route
 from flatout.kernels.norm import add
 from flatout.layers.destination import Destination
 from flatout.layers.linear import Linear, bounds, under
@@ -19,7 +19,7 @@ from flatout.layers.mlp import MLP
 from flatout.layers.norm import Around
 from flatout.layers.workspace import Workspace
 from flatout.quant.none import Plain
-from flatout.quant.scheme import Schemes
+from flatout.quant.scheme import Schemes, stacked
 
 if TYPE_CHECKING:
     from flatout.modelfile.spec import MoESpec
@@ -39,16 +39,16 @@ class MoE:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """plain: the scheme of the router, and of the experts as to invariance."""
+        """plain: the scheme of the router. Both products of the experts have schemes of one class."""
         self.around = around
         self.activation = activation
         self.renormalise = spec.norm_topk
-        self.invariant = plain.invariant
         self.num_experts = spec.num_experts
         self.segments = bounds({"gate": spec.intermediate_size, "up": spec.intermediate_size})
         self.router = Linear(plain, spec.num_experts, hidden, dtype=dtype, device=device)
-        self.gate_up = torch.empty(spec.num_experts, 2 * spec.intermediate_size, hidden, dtype=dtype, device=device)
-        self.down = torch.empty(spec.num_experts, hidden, spec.intermediate_size, dtype=dtype, device=device)
+        self.scheme, self.hidden, self.width = schemes("gate_up"), hidden, spec.intermediate_size
+        self.gate_up = stacked(self.scheme, spec.num_experts, 2 * self.width, hidden, dtype, device)
+        self.down = stacked(schemes("down"), spec.num_experts, hidden, self.width, dtype, device)
         self.shared: MLP | None = None
         self.shared_gate: Linear | None = None
         if spec.shared_intermediate_size:
@@ -74,9 +74,7 @@ class MoE:
         x = stream if around.norm is None else around.norm(self._normed.now, stream)
         out, weights, chosen = self._out.now, self._weights.now, self._chosen.now
         route(weights, chosen, self.router(self._logits.now, x), self.renormalise)
-        experts(
-            out, self._act.now, self._parts.now, x, self.gate_up, self.down, weights, chosen, self.activation, self.invariant
-        )  # fmt: skip
+        self.scheme.experts(out, self._act.now, self._parts.now, x, self.gate_up, self.down, weights, chosen, self.activation)
         if self.shared is not None:
             shared = self.shared.into(self._shared.now, x)
             if self.shared_gate is None:
@@ -89,8 +87,11 @@ class MoE:
 
     def destinations(self) -> dict[str, Destination]:
         made = under("router", self.router.destinations())
-        made["gate_up.weight"] = Destination(self.gate_up, self.segments, self.num_experts)
-        made["down.weight"] = Destination(self.down, None, self.num_experts)
+        lines = self.scheme.lines
+        for name, tensor in self.gate_up.items():
+            made[f"gate_up.{name}"] = Destination(tensor, self.segments, self.num_experts, lines, self.hidden)
+        for name, tensor in self.down.items():
+            made[f"down.{name}"] = Destination(tensor, None, self.num_experts, lines, self.width)
         if self.shared is not None:
             made |= under("shared", self.shared.destinations())
         if self.shared_gate is not None:

@@ -40,8 +40,9 @@ MOST_READERS = 8  # threads that read files: more only wait for the disk
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-# projections that may stay packed: all but the router's and the experts'
+# projections that may stay packed by themselves: all but the router's and the experts'
 PACKABLE = re.compile(r"(layers\.\d+\.(attn\.(qkv|o)|(mlp|moe\.shared)\.(gate_up|down))|head)\.weight")
+EXPERTS = re.compile(r"(layers\.\d+\.moe)\.(gate_up|down)\.weight")  # those may too, both or neither, as they are one op
 
 
 class Loadable(Protocol):
@@ -111,12 +112,15 @@ def kept_packed(source: ModelSource) -> dict[str, int]:
         name = target.name
         if name == "embed.weight" and source.spec.tie_embeddings:
             name = "head.weight"
-        if PACKABLE.fullmatch(name):
-            rows, *columns = tensor.shape
+        if PACKABLE.fullmatch(name) or EXPERTS.fullmatch(name):
+            rows, *columns = tensor.shape[-2:]  # of experts there may be a stack
             if name.endswith("gate_up.weight") and target.segment is None:
                 rows //= 2  # gates and ups are blocks of their own
-            found.setdefault(name.removesuffix(".weight"), []).append(gguf.kept_bits(tensor.type.name, (rows, *columns)))
-    return {name: max(bits) for name, bits in found.items() if all(bits)}
+            found.setdefault(name, []).append(gguf.kept_bits(tensor.type.name, (rows, *columns)))
+    kept = {name: max(bits) for name, bits in found.items() if all(bits)}
+    halves = Counter(m[1] for m in map(EXPERTS.fullmatch, kept) if m)
+    whole = (name for name in kept if not (m := EXPERTS.fullmatch(name)) or halves[m[1]] == 2)
+    return {name.removesuffix(".weight"): kept[name] for name in whole}
 
 
 def rounded_packed(shapes: Mapping[str, Destination], spec: ModelSpec, bits: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -219,7 +223,10 @@ def _run(moves: list[_Move], spec: ModelSpec) -> None:
         def move_one(move: _Move) -> None:
             stored = move.stored
             plain = None if isinstance(stored, GGUFTensor) else opened[stored.file].get_tensor(stored.name)
-            if move.bits:
+            if move.bits and isinstance(stored, GGUFTensor):
+                for one, _ in _by_expert(move, stored):
+                    _write_packed(one, None, spec, copy)
+            elif move.bits:
                 _write_packed(move, plain, spec, copy)
             elif isinstance(stored, GGUFTensor):
                 for part, value in _unpacked(move, stored):
@@ -254,18 +261,24 @@ def _opened(file: Path) -> safe_open:
         raise ModelFileError(f"{file}: the safetensors header is not valid: {e}; fetch the file again") from None
 
 
+def _by_expert(move: _Move, stored: GGUFTensor) -> Iterator[tuple[_Move, GGUFTensor]]:
+    """The tensor, or of stacked experts each."""
+    if len(stored.shape) < 3:
+        yield move, stored
+        return
+    each = len(stored.data) // stored.shape[0]
+    for expert in range(stored.shape[0]):
+        one = replace(stored, shape=stored.shape[1:], data=stored.data[expert * each : (expert + 1) * each])
+        yield replace(move, stored=one, target=replace(move.target, expert=expert)), one
+
+
 def _unpacked(move: _Move, stored: GGUFTensor) -> Iterator[tuple[_Move, Tensor]]:
     """A GGUF tensor in the parameter's dtype; stacked experts one by one."""
     dtype = move.destination.tensor.dtype
     if dtype == torch.float16:
         dtype = torch.float32  # so that what does not fit is noticed
-    if len(stored.shape) < 3:
-        yield move, gguf.dequantize(stored.data, stored.type.name, stored.shape, dtype)
-        return
-    each = len(stored.data) // stored.shape[0]
-    for expert in range(stored.shape[0]):
-        one = replace(move, target=replace(move.target, expert=expert))
-        yield one, gguf.dequantize(stored.data[expert * each : (expert + 1) * each], stored.type.name, stored.shape[1:], dtype)
+    for one, part in _by_expert(move, stored):
+        yield one, gguf.dequantize(part.data, part.type.name, part.shape, dtype)
 
 
 def _write(move: _Move, value: Tensor, spec: ModelSpec, copy: Copy) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.linear import linear, linear_add, norm_gated, norm_linear
+from flatout.kernels.moe import experts
 from flatout.quant.scheme import RmsNorm
 
 
@@ -45,3 +46,17 @@ class Plain:
         activation: str,
     ) -> None:
         norm_gated(out, scratch, wide, x, *norm, tensors["weight"], bias, activation, self.invariant)
+
+    def experts(
+        self,
+        out: Tensor,
+        act: Tensor,
+        parts: Tensor,
+        x: Tensor,
+        gate_up: dict[str, Tensor],
+        down: dict[str, Tensor],
+        weights: Tensor,
+        chosen: Tensor,
+        activation: str,
+    ) -> None:
+        experts(out, act, parts, x, gate_up["weight"], down["weight"], weights, chosen, activation, self.invariant)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.packed import BITS, BYTES, GROUP, LINES, packed_add, packed_linear, packed_norm_gated, packed_norm_linear
+from flatout.kernels.packed_moe import packed_experts
 from flatout.quant.scheme import RmsNorm
 
 
 def bits_of(weight: Tensor) -> int:
-    """4 or 8: of a packed weight [lines / 16, columns / 32, bytes]."""
-    return BITS[weight.shape[2]]
+    """4 or 8: of a packed weight [lines / 16, columns / 32, bytes], or of a stack of them."""
+    return BITS[weight.shape[-1]]
 
 
 def misfit(parts: Iterable[int], columns: int) -> str:
@@ -61,3 +62,17 @@ class Packed:
         activation: str,
     ) -> None:
         packed_norm_gated(out, scratch, wide, x, *norm, tensors["weight"], bias, activation)
+
+    def experts(
+        self,
+        out: Tensor,
+        act: Tensor,
+        parts: Tensor,
+        x: Tensor,
+        gate_up: dict[str, Tensor],
+        down: dict[str, Tensor],
+        weights: Tensor,
+        chosen: Tensor,
+        activation: str,
+    ) -> None:
+        packed_experts(out, x, gate_up["weight"], down["weight"], weights, chosen, activation)

@@ -60,3 +60,24 @@ class Scheme(Protocol):
     ) -> None:
         """out [T, rows / 2] = activation(gate) * up of norm(x) @ weight^T + bias, gate's rows first; scratch [T, columns], wide [T, rows]."""
         ...
+
+    def experts(
+        self,
+        out: Tensor,
+        act: Tensor,
+        parts: Tensor,
+        x: Tensor,
+        gate_up: dict[str, Tensor],
+        down: dict[str, Tensor],
+        weights: Tensor,
+        chosen: Tensor,
+        activation: str,
+    ) -> None:
+        """out [T, H] = each token's chosen experts' feed-forward nets at x [T, H], weighed and summed (kernels/moe.py:experts). gate_up and down:
+        stacks [experts, ...] of this scheme's weights. Scratch act [T, top_k * I], parts [T, top_k * H]."""
+        ...
+
+
+def stacked(scheme: Scheme, count: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Empty storage of `count` weights [rows, columns], [count, ...] each."""
+    return {name: t.unflatten(0, (count, -1)) for name, t in scheme.tensors(count * rows, columns, dtype, device).items()}

@@ -1,5 +1,6 @@
 """The native CPU library by thin functions on torch tensors over its C ABI (native.h): products of plain and packed weights, attention of
-single queries, rotation, what a decode step does around its layers; and blocks of such calls, noted once and made again by one.
+single queries, rotation, what a decode step does around its layers; and blocks of such calls, noted once and made again by one. Those on rows by
+themselves and on experts are rows.py's.
 
 It is built by setup.py and may be missing: available() says so and lacking() what that costs. No arithmetic and no choice lives here. Called by
 kernels/linear.py, packed.py, attention.py and rope.py, which have the references, attention/sdpa.py, and runner/build.py, which sets the threads.
@@ -36,7 +37,10 @@ _GATHER, _GREEDY = struct.Struct("3P5qif"), struct.Struct("2P3q")
 _CHUNK = struct.Struct("5P5q6if")
 _INPUTS, _REMEMBER = struct.Struct("8P4q2i"), struct.Struct("3P2q")
 # by their numbers in a program (FlatoutCall)
-_FUNCTIONS = ("product", "attention", "rotate", "gather", "greedy", "inputs", "remember", "chunk")
+_FUNCTIONS = (
+    *("product", "attention", "rotate", "gather", "greedy", "inputs", "remember", "chunk"),
+    *("norm", "add", "gate", "route", "experts"),  # by native/rows.py
+)
 
 
 def _load() -> ctypes.CDLL | None:

@@ -1,4 +1,4 @@
-// What an instruction set's kernels offer to products.cpp, attention.cpp and step.cpp: one table for each, chosen by cpu.cpp. Nothing here knows
+// What an instruction set's kernels offer to products.cpp, attention.cpp, rows.cpp, moe.cpp and step.cpp: one table for each, chosen by cpu.cpp. Nothing here knows
 // of threads. Filled by scalar.cpp, avx2.cpp and avx512.cpp from kernels.inc.
 
 #ifndef FLATOUT_KERNELS_H
@@ -33,6 +33,8 @@ struct Tile {
 // Elements from one row prepared for plain weights to the next: whole vectors, and off the powers of two, where rows would share a cache's sets.
 constexpr int64_t prepared_stride(int64_t columns) { return (columns + 31) / 32 * 32 + 16; }
 
+constexpr int kMostExperts = 1024;  // of a router
+
 constexpr int kMostDim = 256, kMostHeads = 8;  // of a head; to a KV head
 
 constexpr int64_t kPiece = 64;  // keys: two threads share a short context, too
@@ -66,6 +68,13 @@ struct Kernels {
   void (*rotate)(const FlatoutRotation& rotation, int64_t token);
   void (*scale)(void* out, const void* x, int64_t width, int type, float scale);
   int64_t (*likeliest)(const float* logits, int64_t width);  // as flatout_greedy says
+  // As native.h says, of one row.
+  void (*norm)(const FlatoutNorm& norm, int64_t row);
+  void (*add)(const FlatoutAdd& add, int64_t row);
+  void (*gate)(const FlatoutGate& gate, int64_t row);
+  void (*route)(const FlatoutRoute& route, int64_t row);
+  // Columns begin ... end - 1, multiples of 16, of a token's sum over its experts, whose results are rows `places` of parts [][hidden].
+  void (*combine)(const FlatoutExperts& experts, int64_t token, const float* parts, const int64_t* places, int64_t begin, int64_t end);
   // One block as 16 lines of values.
   void (*dequantise)(const uint8_t* block, int kind, int64_t groups, void* out, int64_t out_stride, int type);
 };

@@ -167,6 +167,77 @@ typedef struct {
 
 FLATOUT_API int flatout_remember(const FlatoutRemember* remember);
 
+// What stands between a block of the decoder and its products, row by row; rows are float32 or bfloat16, all of one type, sums float32.
+//
+// out = x * rsqrt(mean(x^2) + eps) * (weight + offset); without an offset x is rounded to its type before it meets the weight. out may be x.
+typedef struct {
+  const void* x;       // [rows][width]
+  const void* weight;  // [width]
+  void* out;
+  int64_t x_stride, out_stride, rows;
+  int64_t width;  // a multiple of 16
+  int32_t type;
+  float eps, offset;
+} FlatoutNorm;
+
+FLATOUT_API int flatout_norm(const FlatoutNorm* norm);
+
+// out += scale * x, or with gates out += scale * sigmoid(gate of the row) * x.
+typedef struct {
+  const void* x;      // [rows][width]
+  const void* gates;  // [rows], gate_stride apart, or null
+  void* out;
+  int64_t x_stride, gate_stride, out_stride, rows, width;
+  int32_t type;
+  float scale;
+} FlatoutAdd;
+
+FLATOUT_API int flatout_add(const FlatoutAdd* add);
+
+// out [rows][width] = act(x[row][0 ... width - 1]) * x[row][width ... 2 width - 1].
+typedef struct {
+  const void* x;
+  void* out;
+  int64_t x_stride, out_stride, rows, width;
+  int32_t type;
+  int32_t gate;
+} FlatoutGate;
+
+FLATOUT_API int flatout_gate(const FlatoutGate* gate);
+
+// The top_k of each row's softmax in float32: the largest logits, the lowest number first among equals, NaN after all finite ones.
+// A row with NaN or +inf, or with nothing but -inf, has weights of NaN.
+typedef struct {
+  const void* logits;  // [rows][experts]
+  float* weights;      // [rows][top_k]
+  int64_t* chosen;     // [rows][top_k]
+  int64_t stride, rows;
+  int32_t experts;  // at most 1024
+  int32_t top_k;
+  int32_t type;         // of the logits, float32 or bfloat16
+  int32_t renormalise;  // a row's weights sum to 1
+} FlatoutRoute;
+
+FLATOUT_API int flatout_route(const FlatoutRoute* route);
+
+// out [tokens][hidden] = for each token the sum over its experts, in the order of choice, of weight * down(act(gate(x)) * up(x)): products as
+// flatout_product makes them, what is between them float32. A token has the same bits in any company and with any number of threads.
+typedef struct {
+  const void* x;         // [tokens][hidden]
+  const void* gate_up;   // [experts], weights of 2 * width lines and hidden columns, gates first
+  const void* down;      // [experts], weights of hidden lines and width columns
+  const float* weights;  // [tokens][top_k]
+  const int64_t* chosen; // [tokens][top_k]
+  void* out;
+  int64_t x_stride, out_stride, tokens, hidden, width, experts, top_k;
+  int32_t type;  // of x and out
+  int32_t gate_up_kind, down_kind;
+  int32_t gate;
+  int32_t many;  // as a product's, of all rows: a token's bits are then those of its experts' products by bfloat16
+} FlatoutExperts;
+
+FLATOUT_API int flatout_experts(const FlatoutExperts* experts);
+
 // A program: calls of the functions above, in order.
 enum {
   FLATOUT_CALL_PRODUCT = 0,
@@ -176,7 +247,12 @@ enum {
   FLATOUT_CALL_GREEDY = 4,
   FLATOUT_CALL_INPUTS = 5,
   FLATOUT_CALL_REMEMBER = 6,
-  FLATOUT_CALL_CHUNK = 7
+  FLATOUT_CALL_CHUNK = 7,
+  FLATOUT_CALL_NORM = 8,
+  FLATOUT_CALL_ADD = 9,
+  FLATOUT_CALL_GATE = 10,
+  FLATOUT_CALL_ROUTE = 11,
+  FLATOUT_CALL_EXPERTS = 12
 };
 
 typedef struct {

@@ -31,15 +31,26 @@ void share(int parts, const Run& run) {
 
 constexpr int kPartsEach = 4;  // for every thread, so that one which is late or slow holds up the others by little
 
-// run(begin, end) over ranges of 0 ... count - 1, by all threads; `size` is the whole work and `least` what a part should have of it.
-template <class Run>
-void share_ranges(int64_t count, int64_t size, int64_t least, const Run& run) {
+// Into how many ranges of 0 ... count - 1 work is cut; `size` is the whole work and `least` what a part should have of it.
+inline int parts_of(int64_t count, int64_t size, int64_t least) {
   const int n = threads();
   const int64_t most = n == 1 ? 1 : std::min<int64_t>(n * kPartsEach, size / least);
-  const int64_t parts = std::clamp<int64_t>(most, 1, count);
+  return static_cast<int>(std::clamp<int64_t>(most, 1, count));
+}
+
+// Threads take turns, as a rule. The part of so many that is done in one: each thread then goes through a stretch of its own from end to end, and finds
+// what was asked for ahead.
+inline int64_t part_of(int64_t turn, int64_t parts) {
+  const int64_t n = threads(), stretch = turn % n;
+  return stretch * (parts / n) + std::min(stretch, parts % n) + turn / n;
+}
+
+// run(begin, end) over those ranges, by all threads.
+template <class Run>
+void share_ranges(int64_t count, int64_t size, int64_t least, const Run& run) {
+  const int64_t parts = parts_of(count, size, least);
   share(static_cast<int>(parts), [&](int turn) {
-    // threads take turns, as a rule: so each goes through a stretch of its own from end to end, and finds what was asked for ahead
-    const int64_t stretch = turn % n, i = stretch * (parts / n) + std::min(stretch, parts % n) + turn / n;
+    const int64_t i = part_of(turn, parts);
     run(count * i / parts, count * (i + 1) / parts);
   });
 }

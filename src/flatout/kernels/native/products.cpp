@@ -7,6 +7,7 @@
 #include "amx.h"
 #include "kernels.h"
 #include "pool.h"
+#include "products.h"
 #include "scratch.h"
 
 #include <algorithm>
@@ -15,50 +16,7 @@
 namespace flatout {
 namespace {
 
-constexpr int64_t kPartRows = 4096;    // elements to quantise, about a microsecond: handing over a part costs some 0.2
-constexpr int64_t kPartBlocks = 16384;  // bytes of weight times tiles of rows, likewise
-
 thread_local Scratch scratch;
-
-// All quantised rows, tile after tile.
-class Rows {
- public:
-  Rows(int64_t rows, int64_t columns, int most, char* memory) : rows_(rows), groups_(columns / kGroup), most_(most) {
-    const int64_t values = rows * groups_;
-    q_ = reinterpret_cast<int8_t*>(memory);
-    d_ = reinterpret_cast<float*>(q_ + values * kGroup);
-    s_ = d_ + values;
-    shift_ = reinterpret_cast<int32_t*>(s_ + values);
-    factors = reinterpret_cast<float*>(shift_ + values);
-  }
-
-  static size_t bytes(int64_t rows, int64_t columns) {
-    return static_cast<size_t>(rows * (columns / kGroup) * (kGroup + 12) + rows * 4);
-  }
-
-  float* factors;  // of the norm, one for each row
-
-  Tile tile(int64_t first) const {
-    const int64_t at = first * groups_;
-    const int count = static_cast<int>(std::min<int64_t>(most_, rows_ - first));
-    return {q_ + at * kGroup, d_ + at, s_ + at, shift_ + at, groups_, count};
-  }
-
- private:
-  int64_t rows_, groups_;
-  int most_;
-  int8_t* q_;
-  float *d_, *s_;
-  int32_t* shift_;
-};
-
-bool is_packed(const void* weight, int32_t kind, int64_t lines, int64_t columns) {
-  return weight && (kind == 4 || kind == 8) && lines > 0 && lines % kLines == 0 && columns > 0 && columns % kGroup == 0;
-}
-
-bool is_plain(const void* weight, int32_t kind, int64_t lines, int64_t columns) {
-  return weight && (kind == 16 || kind == 32) && lines > 0 && columns > 0 && columns % 16 == 0;
-}
 
 bool can(const FlatoutProduct& p) {
   return (is_packed(p.weight, p.kind, p.outputs, p.columns) || is_plain(p.weight, p.kind, p.outputs, p.columns)) &&
@@ -77,25 +35,13 @@ void multiply_packed(const FlatoutProduct& p, const Kernels& k, const Rows& rows
   share_ranges(p.columns / kGroup, p.rows * p.columns, kPartRows, [&](int64_t begin, int64_t end) {
     for (int64_t r = 0; r < p.rows; r++) {
       const int place = static_cast<int>(r % k.most_rows);
-      k.quantise(p, r, p.norm ? rows.factors[r] : 1.0f, rows.tile(r - place), place, begin, end);
+      k.quantise(p, r, p.norm ? rows.factors[r] : 1.0f, rows.tile(r - place, p.rows), place, begin, end);
     }
   });
-  const Kernels::Dot* dots = k.dot[p.kind == 8];
-  const uint8_t* weight = static_cast<const uint8_t*>(p.weight);
   const int64_t blocks = p.outputs / kLines, bytes = p.columns / kGroup * group_bytes(p.kind);
   const int64_t tiles = (p.rows + k.most_rows - 1) / k.most_rows;
-  share_ranges(blocks, blocks * bytes * tiles * (p.gate ? 2 : 1), kPartBlocks, [&](int64_t begin, int64_t end) {
-    alignas(64) float sums[kMostRows * kLines], ups[kMostRows * kLines];
-    for (int64_t b = begin; b < end; b++) {
-      for (int64_t r = 0; r < p.rows; r += k.most_rows) {
-        const Tile tile = rows.tile(r);
-        const Kernels::Dot dot = dots[tile.rows - 1];
-        dot(weight + b * bytes, tile, sums);
-        if (p.gate) dot(weight + (blocks + b) * bytes, tile, ups);
-        k.finish(p, r, tile.rows, b * kLines, sums, ups);
-      }
-    }
-  });
+  share_ranges(blocks, blocks * bytes * tiles * (p.gate ? 2 : 1), kPartBlocks,
+               [&](int64_t begin, int64_t end) { packed_blocks(p, k, rows, 0, p.rows, begin, end); });
 }
 
 // By AMX. False: no memory.
@@ -130,26 +76,48 @@ void multiply_plain(const FlatoutProduct& p, const Kernels& k, float* x) {
   share_ranges(p.rows, p.rows * p.columns, kPartRows, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) k.prepare[wide](p, r, x + r * stride);
   });
-  const char* weight = static_cast<const char*>(p.weight);
-  const int64_t blocks = (p.outputs + kLines - 1) / kLines, line = p.columns * p.kind / 8, ups_at = p.outputs * line;
+  const int64_t blocks = (p.outputs + kLines - 1) / kLines, line = p.columns * p.kind / 8;
   const int64_t tiles = (p.rows + kMostRows - 1) / kMostRows;
-  share_ranges(blocks, p.outputs * line * tiles * (p.gate ? 2 : 1), kPartBlocks, [&](int64_t begin, int64_t end) {
-    alignas(64) float sums[kMostRows * kLines] = {}, ups[kMostRows * kLines] = {};
-    for (int64_t b = begin; b < end; b++) {
-      const char *block = weight + b * kLines * line, *next = b + 1 < end ? block + kLines * line : block;
-      const int lines = static_cast<int>(std::min<int64_t>(kLines, p.outputs - b * kLines));
-      for (int64_t r = 0; r < p.rows; r += kMostRows) {
-        const int rows = static_cast<int>(std::min<int64_t>(kMostRows, p.rows - r));
-        const float* some = x + r * stride;
-        k.multiply[wide](block, p.gate ? block + ups_at : next, p.columns, lines, some, rows, sums);
-        if (p.gate) k.multiply[wide](block + ups_at, next, p.columns, lines, some, rows, ups);
-        k.finish(p, r, rows, b * kLines, sums, ups);
-      }
-    }
-  });
+  share_ranges(blocks, p.outputs * line * tiles * (p.gate ? 2 : 1), kPartBlocks,
+               [&](int64_t begin, int64_t end) { plain_blocks(p, k, x, 0, p.rows, begin, end); });
 }
 
 }  // namespace
+
+void packed_blocks(const FlatoutProduct& p, const Kernels& k, const Rows& rows, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  alignas(64) float sums[kMostRows * kLines], ups[kMostRows * kLines];
+  const Kernels::Dot* dots = k.dot[p.kind == 8];
+  const uint8_t* weight = static_cast<const uint8_t*>(p.weight);
+  const int64_t blocks = p.outputs / kLines, bytes = p.columns / kGroup * group_bytes(p.kind);
+  for (int64_t b = begin; b < end; b++) {
+    for (int64_t r = first; r < last; r += k.most_rows) {
+      const Tile tile = rows.tile(r, last);
+      const Kernels::Dot dot = dots[tile.rows - 1];
+      dot(weight + b * bytes, tile, sums);
+      if (p.gate) dot(weight + (blocks + b) * bytes, tile, ups);
+      k.finish(p, r, tile.rows, b * kLines, sums, ups);
+    }
+  }
+}
+
+void plain_blocks(const FlatoutProduct& p, const Kernels& k, const float* x, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  alignas(64) float sums[kMostRows * kLines] = {}, ups[kMostRows * kLines] = {};
+  const char* weight = static_cast<const char*>(p.weight);
+  const int64_t stride = prepared_stride(p.columns), line = p.columns * p.kind / 8, ups_at = p.outputs * line;
+  const int wide = p.kind == 32;
+  for (int64_t b = begin; b < end; b++) {
+    const char *block = weight + b * kLines * line, *next = b + 1 < end ? block + kLines * line : block;
+    const int lines = static_cast<int>(std::min<int64_t>(kLines, p.outputs - b * kLines));
+    for (int64_t r = first; r < last; r += kMostRows) {
+      const int rows = static_cast<int>(std::min<int64_t>(kMostRows, last - r));
+      const float* some = x + r * stride;
+      k.multiply[wide](block, p.gate ? block + ups_at : next, p.columns, lines, some, rows, sums);
+      if (p.gate) k.multiply[wide](block + ups_at, next, p.columns, lines, some, rows, ups);
+      k.finish(p, r, rows, b * kLines, sums, ups);
+    }
+  }
+}
+
 }  // namespace flatout
 
 FLATOUT_API int flatout_has_tiles(void) { return flatout::amx::available(); }

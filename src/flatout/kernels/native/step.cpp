@@ -36,6 +36,11 @@ int call(const FlatoutCall& c) {
     case FLATOUT_CALL_INPUTS: return called(flatout_inputs, c.operands);
     case FLATOUT_CALL_REMEMBER: return called(flatout_remember, c.operands);
     case FLATOUT_CALL_CHUNK: return called(flatout_chunk, c.operands);
+    case FLATOUT_CALL_NORM: return called(flatout_norm, c.operands);
+    case FLATOUT_CALL_ADD: return called(flatout_add, c.operands);
+    case FLATOUT_CALL_GATE: return called(flatout_gate, c.operands);
+    case FLATOUT_CALL_ROUTE: return called(flatout_route, c.operands);
+    case FLATOUT_CALL_EXPERTS: return called(flatout_experts, c.operands);
     default: return 1;
   }
 }
