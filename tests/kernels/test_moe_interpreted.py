@@ -9,6 +9,7 @@ import pytest
 import torch
 from expert_nets import Case
 
+from flatout.kernels import native
 from flatout.kernels.gpu import moe as gpu
 from flatout.kernels.gpu.device import INTERPRETED, Facts
 from flatout.kernels.gpu.moe import Cut, Plan
@@ -104,11 +105,13 @@ def test_a_row_of_the_invariant_op_never_changes(dtype):
         assert torch.equal(some[0], operands[0][rows])
 
 
-def test_who_runs_where():
-    """On the CPU the reference; on a device nothing that the kernels cannot do."""
+def test_who_runs_where(monkeypatch):
+    """On the CPU the native library and, where a row's bits may depend on its company, torch; on a device nothing that the kernels cannot do."""
     case = Case(3, 4, 2, 32, 16)
     operands = case.operands()
-    assert not [i for i in experts.implementations if i.accepts(*operands)]
+    assert {i.name for i in experts.implementations if i.accepts(*operands)} == {"looped", *(["native"] if native.available() else [])}
+    monkeypatch.setattr(native, "available", lambda: False)
+    assert [i.name for i in experts.implementations if i.accepts(*operands)] == ["looped"]
     experts(*operands[:-1], False)
     nets.close(operands[0], nets.truth(operands))
     with pytest.raises(RuntimeError, match="experts: none of its implementations can give a row the same bits"):
