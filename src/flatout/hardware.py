@@ -331,11 +331,16 @@ def _read(data: Tensor) -> Bandwidth:
 
 
 def _timed(method: str, size: int, run: Callable[[], object], cuda: bool, runs: int = RUNS) -> Bandwidth:
+    rates = [size / each for each in timed(run, cuda, runs, 16 if cuda else 1)]  # so that the launch, tens of microseconds, does not count
+    return Bandwidth(size, median(rates), min(rates), max(rates), method)
+
+
+def timed(run: Callable[[], object], cuda: bool, runs: int = RUNS, repeats: int = 1) -> list[float]:
+    """Seconds of one call, in each of so many runs of `repeats` calls, after a first call."""
     import torch
 
-    repeats = 16 if cuda else 1  # so that the launch, tens of microseconds, does not count
-    rates = []
     run()
+    seconds = []
     for _ in range(runs):
         if cuda:
             torch.cuda.synchronize()
@@ -344,5 +349,5 @@ def _timed(method: str, size: int, run: Callable[[], object], cuda: bool, runs: 
             run()
         if cuda:
             torch.cuda.synchronize()
-        rates.append(size * repeats / (time.perf_counter() - begin))
-    return Bandwidth(size, median(rates), min(rates), max(rates), method)
+        seconds.append((time.perf_counter() - begin) / repeats)
+    return seconds

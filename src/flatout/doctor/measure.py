@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flatout.doctor.facts import Fact, Section, bytes_shown, spread
-from flatout.hardware import RETRY_SECONDS, RUNS, Bandwidth, Ceilings, Hardware, Rate, Rates, ceilings, keep_rates, kept_rates
+from flatout.hardware import RETRY_SECONDS, RUNS, Bandwidth, Ceilings, Hardware, Rate, Rates, ceilings, keep_rates, kept_rates, timed
 
 BUSY = 0.05  # of the cores: what others may use before a measurement counts as disturbed
 # rows and columns of the square matrices: the largest whose product takes at most LONGEST
@@ -171,10 +171,10 @@ def _matrix(name: str, product: Callable[[int], Callable[[], object]], hardware:
     cuda = hardware.device == "cuda"
     sides = SIDES if cuda else SIDES[2:]
     small = SIDES[-1] // 2
-    guess = min(_seconds(product(small), cuda, 3)) / small**3
+    guess = min(timed(product(small), cuda, 3)) / small**3
     side = next((s for s in sides if guess * s**3 <= LONGEST), sides[-1])
     repeats = max(1, round(AT_LEAST / (guess * side**3)))
-    times, foreign = _beside(lambda: _seconds(product(side), cuda, RUNS, repeats))
+    times, foreign = _beside(lambda: timed(product(side), cuda, repeats=repeats))
     return _rate(f"matrix_{name}", "FLOP/s", [2 * side**3 / t for t in times], f"{side:,} x {side:,}", foreign)
 
 
@@ -187,7 +187,7 @@ def _transfers() -> Iterator[Rate]:
             ("host_to_device", lambda host=host: device.copy_(host, non_blocking=True)),
             ("device_to_host", lambda host=host: host.copy_(device, non_blocking=True)),
         ):
-            times, foreign = _beside(lambda run=run: _seconds(run, True, RUNS))  # type: ignore[misc]
+            times, foreign = _beside(lambda run=run: timed(run, True))  # type: ignore[misc]
             yield _rate(f"{name}_{kind}", "B/s", [TRANSFER / t for t in times], bytes_shown(TRANSFER), foreign)
 
 
@@ -205,24 +205,8 @@ def _launches() -> Iterator[Rate]:
     with torch.cuda.graph(graph):
         launches()
     for name, run in (("launch_eager", launches), ("launch_in_graph", graph.replay)):
-        times, foreign = _beside(lambda run=run: _seconds(run, True, RUNS))  # type: ignore[misc]
+        times, foreign = _beside(lambda run=run: timed(run, True))  # type: ignore[misc]
         yield _rate(name, "s", [t / LAUNCHES for t in times], f"{LAUNCHES:,} in a row", foreign)
-
-
-def _seconds(run: Callable[[], object], cuda: bool, runs: int, repeats: int = 1) -> list[float]:
-    """Of one call, in each of so many runs after a first call."""
-    run()
-    times = []
-    for _ in range(runs):
-        if cuda:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) / repeats)
-    return times
 
 
 def _beside(run: Callable[[], list[float]]) -> tuple[list[float], float | None]:

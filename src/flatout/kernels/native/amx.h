@@ -27,7 +27,8 @@ int chunk(const FlatoutChunk& chunk);  // flatout_chunk(), where available()
 bool attends(const FlatoutAttention& attention);
 int64_t query_bytes(const FlatoutAttention& attention);
 void lay_query(const FlatoutAttention& attention, int64_t index, uint16_t* to);
-void attend(const FlatoutAttention& attention, int64_t index, int64_t first, int64_t end, const uint16_t* query, const AttentionPiece& to);
+// As the table's, and at[count ... count + more - 1]: the keys of the next piece.
+void attend(const FlatoutAttention& attention, const int64_t* at, int64_t count, int64_t more, const uint16_t* query, const AttentionPiece& to);
 
 }  // namespace amx
 }  // namespace flatout

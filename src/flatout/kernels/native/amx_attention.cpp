@@ -51,20 +51,6 @@ inline int64_t place(const FlatoutChunk& c, int64_t key) { return (c.slots ? c.s
 // 16 rows apart by a row of a tile: where a vector's lanes go when columns become rows.
 inline __m512i column_of_tile() { return _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(64)); }
 
-// e^x for x <= 0, within 4e-6 of it down to -20, where bfloat16, which it becomes, is within 2e-3; 0 in the end.
-inline __m512 exponential(__m512 x) {
-  const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 r = _mm512_sub_ps(t, n);  // 2^r by its series: |r| <= 1/2
-  __m512 e = _mm512_set1_ps(1.33335581e-3f);
-  e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(9.61812911e-3f));
-  e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(5.55041087e-2f));
-  e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(2.40226507e-1f));
-  e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(6.93147182e-1f));
-  e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(e, n);
-}
-
 // What a block of queries of one head has found so far.
 struct Found {
   alignas(64) float mixed[kMostDim * kQueries];  // [dim / 16][two tiles of queries][16 dims][16 queries]

@@ -1,6 +1,6 @@
-// Attention of single queries by AMX, where the cache is bfloat16: scores alone, which are three quarters of the work. A tile's 16 rows are keys as they
-// lie in the cache, its columns the query heads of a KV head, as bfloat16.
-// Values are mixed in float32 from bfloat16 as they lie. attention.cpp, which calls this in place of attention.inc's, cuts contexts and merges.
+// Attention of single queries by AMX, where the cache is bfloat16: scores alone. A tile's 16 rows are keys as they lie in the cache, its columns the
+// query heads of a KV head, as bfloat16. Values are mixed in float32 from bfloat16 as they lie. attention.cpp, which calls this in place of
+// attention.inc's, cuts contexts and merges.
 
 #include "amx.h"
 
@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <type_traits>
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-bf16")
@@ -42,30 +41,10 @@ inline __m512i pairs_of(const FlatoutAttention& a, int64_t at) {
   return _mm512_load_si512(pairs);
 }
 
-// e^x for x <= 0 in float32, by 2^n and a series.
-inline __m512 exponential(__m512 x) {
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), _mm512_fmadd_ps(n, _mm512_set1_ps(-0.693359375f), x));  // x - n ln 2, in two steps
-  __m512 e = _mm512_set1_ps(1.98756915e-4f);
-  for (const float c : {1.39819995e-3f, 8.33345205e-3f, 4.16657962e-2f, 1.66666655e-1f, 0.5f, 1.0f, 1.0f}) e = _mm512_fmadd_ps(e, r, _mm512_set1_ps(c));
-  return _mm512_scalef_ps(e, n);
-}
-
 inline __m512 tanh(__m512 x) {
   const __m512 size = _mm512_abs_ps(x), e = exponential(_mm512_mul_ps(size, _mm512_set1_ps(-2.0f)));
   const __m512 t = _mm512_div_ps(_mm512_sub_ps(_mm512_set1_ps(1.0f), e), _mm512_add_ps(_mm512_set1_ps(1.0f), e));
   return _mm512_or_ps(t, _mm512_and_ps(x, _mm512_set1_ps(-0.0f)));
-}
-
-// Elements of the cache before each of a row's keys first ... first + count - 1.
-void find(const FlatoutAttention& a, int64_t index, int64_t first, int64_t count, int64_t* at) {
-  const int32_t* table = a.tables + (a.table_rows ? a.table_rows[a.rows[index]] : a.rows[index]) * a.table_stride;
-  const int shift = __builtin_ctz(static_cast<unsigned>(a.block_size));
-  const int64_t width = static_cast<int64_t>(a.kv_heads) * a.dim;
-  for (int64_t t = 0; t < count; t++) {
-    const int64_t position = first + t, within = position & (a.block_size - 1);
-    at[t] = t && within ? at[t - 1] + width : ((static_cast<int64_t>(table[position >> shift]) << shift) + within) * width;
-  }
 }
 
 inline void ask_for(const uint16_t* from, int64_t bytes) {
@@ -202,13 +181,9 @@ void lay_query(const FlatoutAttention& a, int64_t index, uint16_t* to) {
   }
 }
 
-void attend(const FlatoutAttention& a, int64_t index, int64_t first, int64_t end, const uint16_t* query, const AttentionPiece& to) {
+void attend(const FlatoutAttention& a, const int64_t* at, int64_t count, int64_t more, const uint16_t* query, const AttentionPiece& to) {
   const int heads = a.heads / a.kv_heads, columns = columns_of(a);
-  const int64_t dim = a.dim, count = end - first, apart = static_cast<int64_t>(a.kv_heads) * dim;
-  const int64_t more = std::min<int64_t>(a.kv_lens[a.rows[index]] - end, kPiece);
-  int64_t at[2 * kPiece];
-  find(a, index, first, count, at);
-  find(a, index, end, more, at + count);
+  const int64_t dim = a.dim, apart = static_cast<int64_t>(a.kv_heads) * dim;
   const uint16_t *keys = static_cast<const uint16_t*>(a.k), *values = static_cast<const uint16_t*>(a.v);
   const Ahead ahead{keys, values, at + count, more, 0};
   alignas(64) float scores[kPiece * 16];  // a column for each query head
@@ -219,7 +194,7 @@ void attend(const FlatoutAttention& a, int64_t index, int64_t first, int64_t end
   for (int kv = 0; kv < a.kv_heads; kv += together) {
     const int some = std::min(together, a.kv_heads - kv);
     for (int i = 0; i < some; i++) {
-      const Keys own{keys + (kv + i) * dim, at, count, apart, first & (a.block_size - 1), a.block_size};
+      const Keys own{keys + (kv + i) * dim, at, count, apart, at[0] / apart & (a.block_size - 1), a.block_size};
       score(own, query + (kv + i) * columns * dim, columns, dim, scores + i * heads);
     }
     const __mmask16 own = static_cast<__mmask16>((1u << some * heads) - 1);

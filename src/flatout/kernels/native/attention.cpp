@@ -37,6 +37,18 @@ int64_t first_key(const FlatoutAttention& a, int64_t index) {
 
 int64_t pieces_of(const FlatoutAttention& a, int64_t index) { return (a.kv_lens[a.rows[index]] - first_key(a, index) + kPiece - 1) / kPiece; }
 
+// Elements of the cache before each of a row's keys first ... first + count - 1.
+void find(const FlatoutAttention& a, int64_t index, int64_t first, int64_t count, int64_t* at) {
+  const int32_t row = a.rows[index];
+  const int32_t* table = a.tables + (a.table_rows ? a.table_rows[row] : row) * a.table_stride;
+  const int shift = __builtin_ctz(static_cast<unsigned>(a.block_size));
+  const int64_t width = static_cast<int64_t>(a.kv_heads) * a.dim;
+  for (int64_t t = 0; t < count; t++) {
+    const int64_t position = first + t, within = position & (a.block_size - 1);
+    at[t] = t && within ? at[t - 1] + width : ((static_cast<int64_t>(table[position >> shift]) << shift) + within) * width;
+  }
+}
+
 thread_local Scratch scratch;
 
 }  // namespace
@@ -82,9 +94,11 @@ FLATOUT_API int flatout_attention(const FlatoutAttention* attention) {
   share_ranges(jobs, jobs, 1, [&](int64_t begin, int64_t end) {
     for (int64_t j = begin; j < end; j++) {
       const int64_t first = first_key(a, job[j].index) + job[j].piece * kPiece, keys = a.kv_lens[a.rows[job[j].index]];
-      const int64_t last = std::min(first + kPiece, keys);
-      if (tiles) amx::attend(a, job[j].index, first, last, query_of(job[j].index), pieces[j]);
-      else k.attend(a, job[j].index, first, last, pieces[j]);
+      const int64_t count = std::min(kPiece, keys - first), more = std::min(kPiece, keys - first - count);
+      int64_t at[2 * kPiece];
+      find(a, job[j].index, first, count + more, at);
+      if (tiles) amx::attend(a, at, count, more, query_of(job[j].index), pieces[j]);
+      else k.attend(a, job[j].index, at, count, pieces[j]);
     }
   });
   share_ranges(a.count, jobs * a.heads * a.dim, kPartMerge, [&](int64_t begin, int64_t end) {

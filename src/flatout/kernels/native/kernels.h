@@ -62,8 +62,8 @@ struct Kernels {
   void (*multiply[2])(const void* weight, const void* next, int64_t columns, int lines, const float* x, int rows, float* sums);
   // A tile's sums over 16 lines, of a gate and its up where there is one: bias, gate, scale and residual, into out.
   void (*finish)(const FlatoutProduct& product, int64_t row, int rows, int64_t line, const float* sums, const float* ups);
-  // A row's keys first ... end - 1, of which there are 1 to kPiece.
-  void (*attend)(const FlatoutAttention& attention, int64_t index, int64_t first, int64_t end, const AttentionPiece& to);
+  // Of row `index` 1 to kPiece keys: at[i] elements of the cache lie before each.
+  void (*attend)(const FlatoutAttention& attention, int64_t index, const int64_t* at, int64_t count, const AttentionPiece& to);
   void (*merge)(const FlatoutAttention& attention, int64_t index, const AttentionPiece* pieces, int64_t count);
   void (*rotate)(const FlatoutRotation& rotation, int64_t token);
   void (*scale)(void* out, const void* x, int64_t width, int type, float scale);

@@ -74,7 +74,7 @@ typedef struct {
   int32_t block_size;  // a power of two
   int32_t window;    // keys that are seen, or 0: all
   int32_t type;      // of q and out
-  int32_t cache_type;  // of k and v: the same, or float16 beside float32
+  int32_t cache_type;  // of k and v: the same, or 16 bits beside float32
   float scale, softcap;  // softcap 0: none
 } FlatoutAttention;
 
@@ -115,7 +115,7 @@ typedef struct {
   int32_t heads, kv_heads, dim;   // dim a multiple of 16
   int32_t rotary;                 // a multiple of 32
   int32_t type;                   // of all of it but the cache
-  int32_t cache_type;             // the same, or float16 beside float32
+  int32_t cache_type;             // the same, or 16 bits beside float32
   float eps, offset;
 } FlatoutRotation;
 
