@@ -279,9 +279,9 @@ def failing(llm, monkeypatch, times: int) -> None:
     """The next `times` steps raise before their forward, whatever runs that."""
     run, left = llm.engine.runner._run, iter(range(times))
 
-    def broken(plan, begins):
+    def broken(plan, *rest):
         if next(left, None) is None:
-            return run(plan, begins)
+            return run(plan, *rest)
         raise MemoryError("injected")
 
     monkeypatch.setattr(llm.engine.runner, "_run", broken)

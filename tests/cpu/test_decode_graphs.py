@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -18,7 +20,7 @@ from flatout.kernels.attention import AttentionWork, attention
 from flatout.kernels.op import Cost, Implementation, op
 from flatout.request import Request, SamplingParams
 from flatout.runner.graphs import RING, DecodeGraphs, diffs_of, ladder
-from flatout.runner.runner import Runner
+from flatout.runner.runner import Handle, Runner
 from flatout.runner.slots import Slots
 from flatout.step import FROM_DEVICE, StepPlan, StepResult
 
@@ -210,20 +212,19 @@ def test_captured_steps_equal_eager_ones(family, kind, backend, tmp_path_factory
     folder = make(family, tmp_path_factory.mktemp("graphs"))
     eager, captured = sides = [side(folder, False), side(folder, True, backend)]
     decodes = captured.runner.executor.decodes
-    requests, replayed = Requests(7), []
-    stage = decodes.stage
-    decodes.stage = lambda step, plan: (replayed.append((step.size, len(plan.slots))), stage(step, plan))[1]
+    requests, replayed, counts = Requests(7), [], []
+    run = decodes.run
+    decodes.run = lambda staged, choose: (replayed.append(staged.step.size), run(staged, choose))[1]
     admit(requests, sides, PARAMS[kind])
     assert not replayed
     for turn in range(4 * RING):
         rows = requests.rng.permutation(7)[: 7 if turn == 5 else int(requests.rng.integers(1, 8))].tolist()
         from_host = turn % 3 == 2
         plan = requests.plan([(slot, requests.ids(1) if from_host else [FROM_DEVICE]) for slot in rows], ahead=turn % 2)
+        counts.append(len(rows))
         launch(plan, sides)
-    assert len(replayed) == 4 * RING
-    assert all(size == next(s for s in SIZES if s >= rows) for size, rows in replayed)
-    assert {size for size, _ in replayed} == set(SIZES)
-    assert any(size > rows for size, rows in replayed)
+    assert replayed == [next(s for s in SIZES if s >= rows) for rows in counts]
+    assert set(replayed) == set(SIZES) and replayed != counts
     same(eager, captured)
     for one in sides:
         one.runner.close()
@@ -238,12 +239,36 @@ def pair(tmp_path_factory):
 
 
 def test_steps_in_the_air(pair):
-    """Plans launched before the results of those before them were asked for."""
+    """Two of them, as the engine has: each launched before the result of the one before it was asked for."""
     requests = Requests(3)
     admit(requests, pair, [GREEDY] * 5)
     plans = [requests.plan([(slot, [FROM_DEVICE]) for slot in range(5)]) for _ in range(3 * RING)]
     for one in pair:
-        one.results += [wait().result for wait in [one.runner.launch(plan) for plan in plans]]
+        waits: deque[Handle] = deque()
+        for plan in plans:
+            waits.append(one.runner.launch(plan))
+            if len(waits) == 2:
+                one.results.append(waits.popleft()().result)
+        one.results.append(waits.popleft()().result)
+    same(*pair)
+
+
+def test_steps_are_staged_while_those_before_them_run(pair):
+    """On the thread that launches them, whether they sample or not."""
+    runner, requests = pair[1].runner, Requests(6)
+    admit(requests, pair, [GREEDY, SamplingParams(temperature=0.9), GREEDY])
+    stage, staged, seen = runner.executor.decodes.stage, [], threading.Event()
+    runner.executor.decodes.stage = lambda plan: (staged.append(threading.current_thread()), stage(plan))[1]
+    try:
+        plans = [requests.plan([(slot, [FROM_DEVICE]) for slot in rows]) for rows in ((0, 2), (0, 1, 2), (2, 0), (1, 0))]
+        runner._thread.submit(seen.wait)  # what came before is still under way
+        waits = [runner.launch(plan) for plan in plans]
+        assert staged == [threading.current_thread()] * len(plans)
+    finally:
+        seen.set()
+        runner.executor.decodes.stage = stage
+    pair[1].results += [wait().result for wait in waits]
+    pair[0].results += [pair[0].runner.launch(plan)().result for plan in plans]
     same(*pair)
 
 
@@ -303,14 +328,13 @@ def test_fitting(pair):
             0, one, one, out_positions=one, requests=[], block_slots=blocks * 0, block_columns=blocks, block_ids=blocks, **options
         )
 
-    assert [decodes.fitting(plan(rows)).size for rows in range(1, 8)] == [1, 2, 4, 4, 7, 7, 7]
-    assert decodes.fitting(plan(8)) is None  # more rows than the largest
-    assert decodes.fitting(plan(2, counts=np.array([1, 2], np.int32), token_ids=np.zeros(3, np.int32))) is None  # a prompt among them
-    assert decodes.fitting(plan(2, samples=np.array([True, False]))) is None  # one yields no token
+    assert [decodes.fitting(plan(rows)) for rows in range(1, 8)] == [1, 2, 4, 4, 7, 7, 7]
+    assert decodes.fitting(plan(8)) == 0  # more rows than the largest
+    assert decodes.fitting(plan(2, counts=np.array([1, 2], np.int32), token_ids=np.zeros(3, np.int32))) == 0  # a prompt among them
+    assert decodes.fitting(plan(2, samples=np.array([True, False]))) == 0  # one yields no token
     for rows, size in ((1, 1), (3, 4)):
-        assert decodes.fitting(plan(rows, diffs_of(size))).size == size
-        assert decodes.fitting(plan(rows, diffs_of(size) + 1)) is None  # more new blocks than are staged
-    assert captured.runner.executor.decodes.fitting(plan(1)).size == 1
+        assert decodes.fitting(plan(rows, diffs_of(size))) == size
+        assert decodes.fitting(plan(rows, diffs_of(size) + 1)) == 0  # more new blocks than are staged
     assert pair[0].runner.executor.decodes is None
 
 
@@ -341,8 +365,8 @@ def test_prompt_logprobs_of_one_request_leave_the_others_their_graphs(tmp_path_f
     admitted = [Request(str(i), ids, p, seed=i, slot=i) for i, (ids, p) in enumerate(zip(prompts, (asking, asking, GREEDY)))]
     launch(requests.plan([(0, prompts[0]), (1, prompts[1][:2]), (2, prompts[2])], admitted), [captured])
     assert set(runner.prompts) == {1}  # whose request goes away now
-    stage, staged = runner.executor.decodes.stage, []
-    runner.executor.decodes.stage = lambda step, plan: (staged.append(step.size), stage(step, plan))[1]
+    run, ran = runner.executor.decodes.run, []
+    runner.executor.decodes.run = lambda staged, choose: (ran.append(staged.step.size), run(staged, choose))[1]
     launch(requests.plan([(0, [FROM_DEVICE]), (2, [FROM_DEVICE])]), [captured])
-    assert staged
+    assert ran
     runner.close()

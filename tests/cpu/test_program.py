@@ -90,11 +90,12 @@ def test_a_step_of_packed_weights_is_one_call(default_model):
             decodes = llm.engine.runner.executor.decodes
             assert (decodes is None) == bool(options)
     assert found[0] == found[2] and found[1] == found[3]
-    (part,) = decodes.steps[1].forward.parts
+    (part,) = decodes.steps[1].both.parts
     names = part.run.names()
+    assert names[-2:] == ["greedy", "remember"] and len(part.ops) == len(names)
     layers = llm.spec.num_layers
     assert names.count("attention") == names.count("rotate") == layers and names.count("product") == 4 * layers + 1
-    assert names[0] == "inputs" and len(names) == 6 * layers + 4
+    assert names[0] == "inputs" and len(names) == 6 * layers + 6
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "qwen2_moe"])

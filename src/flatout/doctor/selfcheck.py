@@ -328,11 +328,11 @@ class _Steps:
         """[R, V]: one step of a token each, captured where the runner would take a captured one. A row: slot, prompt, which token, blocks."""
         decodes = self.runner.executor.decodes
         plan = _plan([slot for slot, *_ in rows], [at for _, _, at, _ in rows], [prompt.ids[at] for _, prompt, at, _ in rows])
-        step = decodes.fitting(plan) if decodes is not None else None
-        if step is None or decodes is None:
+        staged = decodes.stage(plan) if decodes is not None else None
+        if staged is None or decodes is None:
             return self._forward([([prompt.ids[at]], at, blocks) for _, prompt, at, blocks in rows], list(range(len(rows))))
-        decodes.run(step, decodes.stage(step, plan))
-        return step.logits[: len(rows)].cpu().clone()
+        decodes.run(staged, choose=False)
+        return staged.step.logits[: len(rows)].cpu().clone()
 
 
 def _plan(slots: list[int], starts: list[int], ids: list[int]) -> StepPlan:

@@ -35,6 +35,13 @@ class Program:
         for part in self.parts:
             part.run()
 
+    def then(self, other: Program) -> Program:
+        """Both in one, where no Python is between them: the last block of this one and the first of the other are one."""
+        last, first = self.parts[-1], other.parts[0]
+        if not isinstance(last.run, native.Block) or not isinstance(first.run, native.Block):
+            return Program(self.parts + other.parts)
+        return Program([*self.parts[:-1], Part(last.run.then(first.run), last.ops + first.ops), *other.parts[1:]])
+
     def timed(self) -> list[tuple[Op, tuple[Any, ...], float]]:
         """Runs it; each op with its operands and how long it took, in seconds."""
         found = []

@@ -8,6 +8,7 @@ it is first met. Where many rows share keys a second form of the step reads thos
 
 from __future__ import annotations
 
+import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +25,14 @@ from flatout.attention.backend import AttentionBackend
 from flatout.batch import ForwardBatch, HostBatch
 from flatout.kernels.inputs import decode_inputs, remember
 from flatout.kernels.op import shape_class
+from flatout.kernels.program import Program
 from flatout.kernels.program import capture as capture_program
 from flatout.kernels.sampling import greedy
 from flatout.models.decoder import Decoder
 from flatout.runner.slots import Slots
 from flatout.step import StepPlan
 
-RING = 4  # host buffers in turn: two steps may be in the air, and the copy of the one before them has long ended
+RING = 4  # host buffers in turn, by a step's number: two may be in the air, and the copy of the one before them has long ended
 
 
 def ladder(most: int) -> tuple[int, ...]:
@@ -61,7 +63,7 @@ class Executor:
 class CapturedStep:
     """`size` rows of one token each: from the staged array to logits, and, as a second graph, to the next ids of a greedy batch.
 
-    Its other form, `cascade`, leaves its logits in the same place.
+    On the CPU `both` is the two in one. The other form, `cascade`, leaves its logits in the same place.
     """
 
     size: int
@@ -71,8 +73,20 @@ class CapturedStep:
     ids: Tensor  # int64 [size]
     forward: Callable[[], object]
     choose: Callable[[], object]
+    both: Callable[[], object] | None = None
     cascade: Callable[[], object] | None = None  # forward, with the keys that rows share read once; None: not needed yet
     shared: ForwardBatch | None = None  # what that works on, which must stay where it is
+
+
+@dataclass(slots=True)
+class Staged:
+    """A plan where a captured step will find it. No tensor made for it: to free one lets Python's lock go, for which the engine's thread may wait."""
+
+    step: CapturedStep
+    turn: int  # which host buffer
+    used: int  # of it
+    cascade: bool
+    seconds: float  # that it took the host
 
 
 class DecodeGraphs:
@@ -91,10 +105,9 @@ class DecodeGraphs:
         length = 1 + 1 + 3 * most + 3 * diffs_of(most)
         # the depth at which rows are grouped, or -1: nothing is shared; then the array of decode_inputs
         self._staged = torch.zeros(length, dtype=torch.int32, device=device)
-        # on the CPU the same array: a step has read it when the next is staged
-        cuda = device.type == "cuda"
-        self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=True) for _ in range(RING)] if cuda else [self._staged]
-        self._turn = 0
+        self._host = [torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(RING)]
+        self._arrays = [host.numpy() for host in self._host]
+        self._staged_array = self._staged.numpy() if device.type == "cpu" else None
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # of memory, the same for all graphs
         self._rehearsed: set[int] = set()  # classes of sizes whose other form ran once
 
@@ -113,7 +126,8 @@ class DecodeGraphs:
         batch, staged, ids, logits = self.rehearse(size)
         forward = capture(partial(self._forward, batch, staged))
         choose = capture(partial(self._choose, ids, logits, batch))
-        step = self.steps[size] = CapturedStep(size, batch, staged, logits, ids, forward, choose)
+        both = forward.then(choose) if isinstance(forward, Program) and isinstance(choose, Program) else None
+        step = self.steps[size] = CapturedStep(size, batch, staged, logits, ids, forward, choose, both)
         return step
 
     def _captured(self, size: int) -> CapturedStep:
@@ -125,38 +139,56 @@ class DecodeGraphs:
 
     def rehearse(self, size: int, cascade: bool = False) -> tuple[ForwardBatch, Tensor, Tensor, Tensor]:
         """Run a step of padding; returns what a capture of it works on: batch, staged array, ids and logits."""
-        host = self._next()
-        self._stage(size, _nothing(), host)
-        self._staged.copy_(host)  # waits: so many sizes in a row would come round to it
+        host = torch.zeros_like(self._staged, device="cpu")
+        self._stage(size, _nothing(), host.numpy())
+        self._staged.copy_(host)
         batch, staged, ids = self._batch(size, cascade), self._staged[: 2 + 3 * size + 3 * diffs_of(size)], self._ids[:size]
         logits = self._forward(batch, staged, cascade)
         self._choose(ids, logits, batch)
         return batch, staged, ids, logits
 
-    def fitting(self, plan: StepPlan) -> CapturedStep | None:
-        """The smallest step that holds this plan: rows that sample after one token, and no more new blocks than are staged."""
+    def is_captured(self, plan: StepPlan) -> bool:
+        """Whether there is nothing left to capture when this plan is staged."""
+        return not self.backend.cascades and self.fitting(plan) in self.steps
+
+    def fitting(self, plan: StepPlan) -> int:
+        """Of the smallest step that holds this plan: rows that sample after one token, and no more new blocks than are staged. 0: none does."""
         rows = len(plan.slots)
         if plan.num_tokens != rows or rows > self.sizes[-1] or not plan.samples.all():
-            return None
+            return 0
         size = self.sizes[bisect_left(self.sizes, rows)]
-        return self._captured(size) if len(plan.block_ids) <= diffs_of(size) else None
+        return size if len(plan.block_ids) <= diffs_of(size) else 0
 
-    def stage(self, step: CapturedStep, plan: StepPlan) -> Tensor:
-        """Write the plan where run() will find it, on the host; its rows are the plan's, then padding."""
+    def stage(self, plan: StepPlan) -> Staged | None:
+        """Write the plan where run() will find it, on the host; its rows are the plan's, then padding. None: no captured step holds it."""
+        begin = time.perf_counter()
+        size = self.fitting(plan)
+        if not size:
+            return None
+        step = self._captured(size)
         if len(plan.block_ids):
             self.slots.host_tables[plan.block_slots, plan.block_columns] = plan.block_ids
         depth = self.backend.shared_depth(self.slots.host_tables, plan.slots, plan.starts + 1)
         if depth >= 0 and step.cascade is None:
             self._capture_cascade(step)
-        host = self._next()
-        return host[: self._stage(step.size, plan, host, depth)]
+        turn = plan.step % RING
+        used = self._stage(size, plan, self._arrays[turn], depth)
+        return Staged(step, turn, used, depth >= 0, time.perf_counter() - begin)
 
-    def run(self, step: CapturedStep, staged: Tensor) -> None:
-        """Queue the forward of what stage() returned."""
-        if len(self._host) > 1:
-            self._staged[: staged.shape[0]].copy_(staged, non_blocking=True)
-        forward = step.cascade if step.cascade is not None and staged[0] >= 0 else step.forward
-        forward()
+    def run(self, staged: Staged, choose: bool) -> None:
+        """Queue the forward of what was staged, and the choice of each row's likeliest id if that is asked."""
+        if self._staged_array is not None:  # by numpy, which keeps Python's lock for so few
+            self._staged_array[: staged.used] = self._arrays[staged.turn][: staged.used]
+        else:
+            self._staged[: staged.used].copy_(self._host[staged.turn][: staged.used], non_blocking=True)
+        step = staged.step
+        cascade = step.cascade if staged.cascade else None
+        if choose and step.both is not None and cascade is None:
+            step.both()
+            return
+        (cascade or step.forward)()
+        if choose:
+            step.choose()
 
     def _capture_cascade(self, step: CapturedStep) -> None:
         """In the midst of serving: steps before it may be under way, and this one waits for it, some 20 ms. Groups are found from the tables as
@@ -168,15 +200,9 @@ class DecodeGraphs:
         with _capturing(self._pool) as capture, torch.inference_mode():
             step.cascade = capture(partial(self._forward, step.shared, step.staged, cascade=True))
 
-    def _next(self) -> Tensor:
-        """The host buffer whose turn it is."""
-        host = self._host[self._turn]
-        self._turn = (self._turn + 1) % len(self._host)
-        return host
-
-    def _stage(self, size: int, plan: StepPlan, host: Tensor, depth: int = 0) -> int:
+    def _stage(self, size: int, plan: StepPlan, whole: np.ndarray, depth: int = 0) -> int:
         """Write the plan into a host buffer; returns how much of it is in use."""
-        whole, rows, most = host.numpy(), len(plan.slots), diffs_of(size)
+        rows, most = len(plan.slots), diffs_of(size)
         whole[0], array = depth, whole[1:]
         array[0] = diffs = len(plan.block_ids)
         per_row = array[1 : 1 + 3 * size].reshape(3, size)

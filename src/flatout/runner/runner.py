@@ -20,7 +20,7 @@ from flatout.kernels.inputs import remember
 from flatout.kernels.op import choices
 from flatout.kernels.upload import upload
 from flatout.models.decoder import Decoder
-from flatout.runner.graphs import RING, CapturedStep, Executor
+from flatout.runner.graphs import RING, CapturedStep, Executor, Staged
 from flatout.runner.inputs import build_inputs
 from flatout.runner.sampler import Logprobs, Sampler
 from flatout.runner.slots import Slots
@@ -63,7 +63,8 @@ class Runner:
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step. Plans run in the order they are launched."""
         if self._thread is not None:
-            future: Future[Timed] = self._thread.submit(self._run_on_cpu, plan)
+            staged = self._stage_ahead(plan)
+            future: Future[Timed] = self._thread.submit(self._run_on_cpu, plan, staged)
             return future.result
         return self._launch_on_cuda(plan)
 
@@ -72,10 +73,18 @@ class Runner:
             self._thread.shutdown(wait=True, cancel_futures=True)
         choices.save()  # shapes first met while serving
 
-    def _run_on_cpu(self, plan: StepPlan) -> Timed:
+    def _stage_ahead(self, plan: StepPlan) -> Staged | None:
+        """A captured step's inputs, made on the engine's thread while the steps before it run. Not where somebody is admitted: only there do tables
+        change, which those steps read; elsewhere they grow."""
+        decodes = self.executor.decodes
+        if plan.admitted or decodes is None or not decodes.is_captured(plan):
+            return None
+        return decodes.stage(plan)
+
+    def _run_on_cpu(self, plan: StepPlan, staged: Staged | None) -> Timed:
         begin = time.perf_counter()
         with torch.inference_mode():
-            output, inputs_s = self._execute(plan, lambda: None)
+            output, inputs_s = self._execute(plan, lambda: None, staged)
         result = output.to_result()
         result.token_ids = result.token_ids.copy()  # a captured step's lie where its next ones will
         seconds, threads = time.perf_counter() - begin, self.threads
@@ -100,34 +109,26 @@ class Runner:
 
         return wait
 
-    def _execute(self, plan: StepPlan, begins: Callable[[], object]) -> tuple[_StepOutput, float]:
+    def _execute(self, plan: StepPlan, begins: Callable[[], object], staged: Staged | None = None) -> tuple[_StepOutput, float]:
         """The step's output, under way, and the seconds until its forward began; begins() is called then, so that a device's wait for the host
         is not taken for work."""
         try:
-            return self._run(plan, begins)
+            return self._run(plan, begins, staged)
         except Exception:
             self.slots.apply(plan)  # whatever failed: later plans rely on the tables
             raise
 
-    def _run(self, plan: StepPlan, begins: Callable[[], object]) -> tuple[_StepOutput, float]:
+    def _run(self, plan: StepPlan, begins: Callable[[], object], staged: Staged | None) -> tuple[_StepOutput, float]:
         begin = time.perf_counter()
-        # admitted requests have the last rows. Their own `slot` may have changed by now: the engine's thread goes on meanwhile
-        for request, slot in zip(plan.admitted, plan.slots[len(plan.slots) - len(plan.admitted) :].tolist()):
-            self.sampler.admit(slot, request)
-            self.prompts.pop(slot, None)
-            # once a request: not for samples that share the prompt, nor when it is computed again after preemption
-            asks = request.params.prompt_logprobs is not None and len(request.prompt_ids) > 1  # the first token has none
-            if asks and request.index == 0 and not request.output_ids:
-                self.prompts[slot] = (np.asarray(request.prompt_ids, np.int64), request.params.prompt_logprobs or 0)
-        rating = bool(self.prompts) and not self.prompts.keys().isdisjoint(plan.slots.tolist())
         decodes = self.executor.decodes
-        step = None if rating or decodes is None else decodes.fitting(plan)
-        if step is not None and decodes is not None:
-            staged = decodes.stage(step, plan)
-            inputs_s = time.perf_counter() - begin
+        rating = self._admit(plan)
+        if staged is None and decodes is not None and not rating:
+            staged = decodes.stage(plan)
+        if staged is not None and decodes is not None and not rating:
+            greedy = self.sampler.plainly_greedy(plan.slots)
             begins()
-            decodes.run(step, staged)
-            return self._choose(step, plan), inputs_s
+            decodes.run(staged, greedy)
+            return self._chosen(staged.step, plan, greedy), staged.seconds
         inputs = build_inputs(plan, self.slots, self.block_size, self.groups, narrow=not rating)
         inputs_s = time.perf_counter() - begin
 
@@ -143,11 +144,22 @@ class Runner:
             self._prompt_logprobs(plan, hidden, output)
         return output, inputs_s
 
-    def _choose(self, step: CapturedStep, plan: StepPlan) -> _StepOutput:
-        """From a captured forward's logits; captured itself where every row is greedy and asks nothing else."""
+    def _admit(self, plan: StepPlan) -> bool:
+        """Take over what the sampler needs of new requests. Whether this step owes anybody the logprobs of a prompt."""
+        # admitted requests have the last rows. Their own `slot` may have changed by now: the engine's thread goes on meanwhile
+        for request, slot in zip(plan.admitted, plan.slots[len(plan.slots) - len(plan.admitted) :].tolist()):
+            self.sampler.admit(slot, request)
+            self.prompts.pop(slot, None)
+            # once a request: not for samples that share the prompt, nor when it is computed again after preemption
+            asks = request.params.prompt_logprobs is not None and len(request.prompt_ids) > 1  # the first token has none
+            if asks and request.index == 0 and not request.output_ids:
+                self.prompts[slot] = (np.asarray(request.prompt_ids, np.int64), request.params.prompt_logprobs or 0)
+        return bool(self.prompts) and not self.prompts.keys().isdisjoint(plan.slots.tolist())
+
+    def _chosen(self, step: CapturedStep, plan: StepPlan, greedy: bool) -> _StepOutput:
+        """From a captured forward's logits; by the captured step itself where every row is greedy and asks nothing else."""
         rows = len(plan.slots)
-        if self.sampler.plainly_greedy(plan.slots):
-            step.choose()
+        if greedy:
             return _StepOutput(step.ids[:rows], None, {})
         sampled = self.sampler.sample(step.logits[:rows], plan.slots, plan.out_positions)
         remember(self.slots.last_ids, step.batch.table_rows[:rows], sampled.ids)

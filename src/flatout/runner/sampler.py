@@ -72,6 +72,7 @@ class Sampler:
         self._keys = np.zeros(max_slots, np.uint64)
         self._logprobs = np.full(max_slots, -1)  # alternatives asked; -1: no logprobs at all
         self._edits: dict[int, _Edits] = {}  # of slots that change their logits; the others cost nothing
+        self._asking: set[int] = set()  # slots that ask for more than the likeliest token
 
     def admit(self, slot: int, request: Request) -> None:
         """Give the slot to a request, or back to one that was preempted: its output_ids so far count. Raises RequestError."""
@@ -82,6 +83,8 @@ class Sampler:
         self._filters[slot] = params.top_p, params.min_p, min(params.top_k or self.vocab_size, self.vocab_size)
         self._keys[slot] = sampling.sequence_key(request.seed, request.index)
         self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        plain = edits is None and self._temperature[slot] == 0 and params.logprobs is None
+        (self._asking.discard if plain else self._asking.add)(slot)
         previous = self._edits.pop(slot, None)
         if previous is not None and previous.history >= 0:
             self._history.give_back(previous.history)
@@ -97,9 +100,9 @@ class Sampler:
             edits.history = self._history.take(np.concatenate([prompt, np.asarray(request.output_ids, np.int64)]))
 
     def plainly_greedy(self, slots: np.ndarray) -> bool:
-        """Whether these slots (int32 [S]) ask for nothing but each row's likeliest token: then sample() is the op greedy."""
-        edited = self._edits and any(slot in self._edits for slot in slots.tolist())
-        return not edited and not self._temperature[slots].any() and int(self._logprobs[slots].max()) < 0
+        """Whether these slots (int32 [S]) ask for nothing but each row's likeliest token: then sample() is the op greedy. By no numpy, which lets
+        Python's lock go: the engine's thread would take it for its own work just before a step (a quarter of a millisecond)."""
+        return self._asking.isdisjoint(slots.tolist())
 
     def sample(self, logits: Tensor, slots: np.ndarray, out_positions: np.ndarray) -> Sampled:
         """Choose a token for each row of logits (float32 [S, vocab_size], contiguous; may be overwritten).

@@ -128,6 +128,7 @@ class Block:
     """Calls that were noted, to be made in their order by one. What their operands point to must stay where it is."""
 
     def __init__(self, noted: list[tuple[int, bytes]]):
+        self._noted = noted
         padded = [operands + bytes(-len(operands) % 8) for _, operands in noted]
         self._operands = ctypes.create_string_buffer(b"".join(padded))
         self._calls = np.empty((len(noted), 2), np.int64)  # FlatoutCall
@@ -145,6 +146,9 @@ class Block:
         made = self._run(self._address, len(self._calls), None if ns is None else ns.ctypes.data)
         if made != len(self._calls):
             raise RuntimeError(f"the native library declines call {made} of {len(self._calls)} in a program: {self.names()[made]}")
+
+    def then(self, other: Block) -> Block:
+        return Block(self._noted + other._noted)
 
     def names(self) -> list[str]:
         """Of the functions called."""
