@@ -47,7 +47,7 @@ struct AttentionPiece {
 };
 
 struct Kernels {
-  using Dot = void (*)(const uint8_t* block, const Tile& tile, float* out);  // out [rows][16]
+  using Dot = void (*)(const uint8_t* const* block, const Tile& tile, float* out);  // block: one, or two; out [blocks][rows][16]
 
   const char* name;
   int most_rows;  // in a tile: as many sums as the registers hold
@@ -56,6 +56,7 @@ struct Kernels {
   // Groups begin ... end - 1 of row `row` of x, normed by its factor if that is asked, as row `place` of a tile.
   void (*quantise)(const FlatoutProduct& product, int64_t row, float factor, const Tile& tile, int place, int64_t begin, int64_t end);
   Dot dot[2][kMostRows];  // [kind 4, kind 8][rows - 1]
+  Dot pair[2];             // [kind 4, kind 8]: of two blocks, one row
   // By kind, 16 and 32. Row `row` of x, normed if that is asked, as multiply() takes it: prepared_stride() elements.
   void (*prepare[2])(const FlatoutProduct& product, int64_t row, float* to);
   // Up to 16 lines of a plain weight times up to 16 prepared rows, into sums [rows][16]; `next`: the lines that will be asked for next.

@@ -1,7 +1,8 @@
 // The thread pool: workers that spin briefly, then yield, then sleep, and take parts of the work at hand one by one. No arithmetic here.
 //
-// The work at hand is one word: its number and how many parts nobody has taken yet. Taking a part is one compare-and-swap, and who succeeds
-// may read the rest, as the caller waits for every part taken. So a worker late to one job can never touch the next, and nobody is waited
+// The work at hand is a stretch of parts for each thread, which it goes through from end to end before it takes from others: so it finds what it
+// asked for ahead. A stretch is one word: the work's number and how many parts nobody has taken yet. Taking a part is one compare-and-swap, and who
+// succeeds may read the rest, as the caller waits for every part taken. So a worker late to one job can never touch the next, and nobody is waited
 // for but those at work. Beside one busy foreign process, 2 threads on 2 cores: 83 us where 1 thread takes 72 and a quiet machine 41
 // (3072x576, one row); barriers that wait for all fell to a quarter and less.
 
@@ -38,24 +39,27 @@ int64_t now() {
   return t.tv_sec * int64_t{1000000000} + t.tv_nsec;
 }
 
-struct Pool {
-  pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
-
-  // the work at hand, written before its word
+// What a thread has of the work at hand, in one line of the cache: it takes 0.17 us to come from another core.
+struct alignas(64) Stretch {
+  std::atomic<uint64_t> work{0};  // number << 32 | parts that nobody has taken yet; the rest is written before it
   Part run = nullptr;
   const void* context = nullptr;
-  int parts = 0;
+  int end = 0;  // one past the last part
+};
+
+struct Pool {
+  pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
   uint64_t number = 0;
 
-  alignas(64) std::atomic<uint64_t> work{0};  // number << 32 | parts left
   alignas(64) std::atomic<int> done{0};
+  Stretch stretch[kMostThreads];
 
   alignas(64) std::atomic<int> sleeping{0};
   std::atomic<bool> stop{false};
   pthread_mutex_t bed = PTHREAD_MUTEX_INITIALIZER;
   pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 
-  int workers = 0;
+  std::atomic<int> workers{0}, begun{0};
   bool started = false;
   pthread_t worker[kMostThreads];
 };
@@ -63,16 +67,23 @@ struct Pool {
 std::atomic<int> wanted{1};
 Pool* pool = new Pool;  // never freed: workers outlive main()
 
-bool idle(const Pool& p) { return static_cast<uint32_t>(p.work.load()) == 0 && !p.stop.load(); }
+thread_local int mine = 0;  // which stretch; a caller's is the first
+
+bool idle(const Pool& p) { return static_cast<uint32_t>(p.stretch[mine].work.load()) == 0 && !p.stop.load(); }
 
 // Does one part, if any is left.
 bool take(Pool& p) {
-  uint64_t word = p.work.load(std::memory_order_acquire);
-  while (static_cast<uint32_t>(word) != 0) {
-    if (p.work.compare_exchange_weak(word, word - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
-      p.run(p.context, p.parts - static_cast<int>(static_cast<uint32_t>(word)));
-      p.done.fetch_add(1, std::memory_order_release);
-      return true;
+  const int threads = p.workers + 1;
+  for (int i = 0; i < threads; i++) {
+    const int from = mine + i < threads ? mine + i : mine + i - threads;
+    Stretch& s = p.stretch[from];
+    uint64_t word = s.work.load(std::memory_order_acquire);
+    while (static_cast<uint32_t>(word) != 0) {
+      if (s.work.compare_exchange_weak(word, word - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
+        s.run(s.context, s.end - static_cast<int>(static_cast<uint32_t>(word)));
+        p.done.fetch_add(1, std::memory_order_release);
+        return true;
+      }
     }
   }
   return false;
@@ -103,6 +114,7 @@ void wake(Pool& p) {
 
 void* work(void* argument) {
   Pool& p = *static_cast<Pool*>(argument);
+  mine = ++p.begun;
   while (!p.stop.load(std::memory_order_relaxed)) {
     if (!take(p)) rest(p);
   }
@@ -123,6 +135,7 @@ void finish(Pool& p) {
   p.stop = true;
   wake(p);
   while (p.workers > 0) pthread_join(p.worker[--p.workers], nullptr);
+  p.begun = 0;
   p.stop = false;
 }
 
@@ -143,11 +156,18 @@ void share(int parts, Part run, const void* context) {
     for (int i = 0; i < parts; i++) run(context, i);
     return;
   }
-  p.run = run;
-  p.context = context;
-  p.parts = parts;
   p.done.store(0, std::memory_order_relaxed);
-  p.work.store(++p.number << 32 | static_cast<uint32_t>(parts));
+  p.number++;
+  const int threads = p.workers + 1;
+  for (int i = threads - 1, end = parts; i >= 0; i--) {
+    const int begin = static_cast<int>(int64_t{parts} * i / threads);
+    Stretch& s = p.stretch[i];
+    s.run = run;
+    s.context = context;
+    s.end = end;
+    s.work.store(p.number << 32 | static_cast<uint32_t>(end - begin));
+    end = begin;
+  }
   wake(p);
   while (take(p)) {
   }

@@ -22,7 +22,7 @@ class Turn {
 using Part = void (*)(const void* context, int part);
 void share(int parts, Part run, const void* context);
 
-// Calls run(0) ... run(parts - 1), each once, here and on whatever workers are awake; returns when all are done. Nobody waits for a worker
+// Calls run(0) ... run(parts - 1), each once, here and on whatever workers are awake, a stretch for each thread; returns when all are done. Nobody waits for a worker
 // that has not begun: one that sleeps or was displaced by another process costs its help, not more.
 template <class Run>
 void share(int parts, const Run& run) {
@@ -38,19 +38,11 @@ inline int parts_of(int64_t count, int64_t size, int64_t least) {
   return static_cast<int>(std::clamp<int64_t>(most, 1, count));
 }
 
-// Threads take turns, as a rule. The part of so many that is done in one: each thread then goes through a stretch of its own from end to end, and finds
-// what was asked for ahead.
-inline int64_t part_of(int64_t turn, int64_t parts) {
-  const int64_t n = threads(), stretch = turn % n;
-  return stretch * (parts / n) + std::min(stretch, parts % n) + turn / n;
-}
-
 // run(begin, end) over those ranges, by all threads.
 template <class Run>
 void share_ranges(int64_t count, int64_t size, int64_t least, const Run& run) {
   const int64_t parts = parts_of(count, size, least);
-  share(static_cast<int>(parts), [&](int turn) {
-    const int64_t i = part_of(turn, parts);
+  share(static_cast<int>(parts), [&](int i) {
     run(count * i / parts, count * (i + 1) / parts);
   });
 }

@@ -86,15 +86,22 @@ void multiply_plain(const FlatoutProduct& p, const Kernels& k, float* x) {
 
 void packed_blocks(const FlatoutProduct& p, const Kernels& k, const Rows& rows, int64_t first, int64_t last, int64_t begin, int64_t end) {
   alignas(64) float sums[kMostRows * kLines], ups[kMostRows * kLines];
-  const Kernels::Dot* dots = k.dot[p.kind == 8];
+  const int wide = p.kind == 8;
   const uint8_t* weight = static_cast<const uint8_t*>(p.weight);
   const int64_t blocks = p.outputs / kLines, bytes = p.columns / kGroup * group_bytes(p.kind);
   for (int64_t b = begin; b < end; b++) {
+    const uint8_t* block[2] = {weight + b * bytes, weight + (p.gate ? blocks + b : b + 1) * bytes};
+    if (last - first == 1 && (p.gate || b + 1 < end)) {
+      k.pair[wide](block, rows.tile(first, last), sums);
+      k.finish(p, first, 1, b * kLines, sums, sums + kLines);
+      if (!p.gate) k.finish(p, first, 1, ++b * kLines, sums + kLines, nullptr);
+      continue;
+    }
     for (int64_t r = first; r < last; r += k.most_rows) {
       const Tile tile = rows.tile(r, last);
-      const Kernels::Dot dot = dots[tile.rows - 1];
-      dot(weight + b * bytes, tile, sums);
-      if (p.gate) dot(weight + (blocks + b) * bytes, tile, ups);
+      const Kernels::Dot dot = k.dot[wide][tile.rows - 1];
+      dot(block, tile, sums);
+      if (p.gate) dot(block + 1, tile, ups);
       k.finish(p, r, tile.rows, b * kLines, sums, ups);
     }
   }
