@@ -20,6 +20,7 @@ VERBS = {  # verb -> (module with configure() and run(), what follows it, what i
     "chat": ("flatout.cli.chat", "[MODEL]", "talk with a model in the terminal"),
     "serve": ("flatout.cli.serve", "[MODEL]", "an OpenAI-compatible HTTP server"),
     "tune": ("flatout.cli.tune", "[MODEL]", "choose a GPU's matrix products by whole steps, once"),
+    "doctor": ("flatout.cli.doctor.url", "--url URL", "what limits a running server, anybody's"),
     "doctor hardware": ("flatout.cli.doctor.hardware", "", "what this machine is, and gives when measured"),
     "doctor selfcheck": ("flatout.cli.doctor.selfcheck", "[MODEL]", "hold a model's fast arithmetic against float32"),
     "pull": ("flatout.cli.pull", "[MODEL]", "download a model into the cache"),
@@ -58,7 +59,7 @@ def _run(arguments: list[str]) -> int:
     if verb == "--version":
         print(f"flatout {__version__}")
         return 0
-    if verb not in VERBS and rest and f"{verb} {rest[0]}" in VERBS:
+    if rest and f"{verb} {rest[0]}" in VERBS:
         verb, rest = f"{verb} {rest[0]}", rest[1:]
     if verb not in VERBS:
         inner = [v for v in VERBS if v.startswith(f"{verb} ")]

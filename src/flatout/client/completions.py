@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.client.http import Endpoint, EndpointError, Reader, Reply
@@ -118,7 +118,7 @@ def _read(answer: Answer, reply: Reply) -> None:
     if not reply.headers.get("content-type", "").startswith("text/event-stream"):
         answer.error, answer.message = "no stream", f"the reply is {reply.headers.get('content-type', 'of no type')}: {reply.complaint}"
         return
-    finished, usage = False, None
+    finished, usage, bare = False, None, list[float]()
     for time, data in events(reply):
         if data == "[DONE]":
             finished = True
@@ -134,9 +134,10 @@ def _read(answer: Answer, reply: Reply) -> None:
         usage = event.get("usage") or usage
         for choice in event.get("choices") or ():
             finished = finished or bool(choice.get("finish_reason"))
-            if _text(choice):
-                answer.times.append(time)
-                break
+            (answer.times if _text(choice) else bare).append(time)
+    usage = usage or {}
+    if not answer.times and usage.get("completion_tokens"):
+        answer.times = bare  # tokens without text: a model without a tokeniser, or one that writes nothing but special tokens
     if not finished:
         answer.error, answer.message = "cut", "the stream ended before the answer was finished"
     elif not answer.times:
@@ -157,11 +158,10 @@ def _text(choice: dict[str, Any]) -> bool:
 
 async def learn(endpoint: Endpoint, model: str, timeout: float = 60.0) -> tuple[Dialect, Answer]:
     """The richest dialect in which the endpoint answers, and that first answer. EndpointError: it answers in none."""
-    full = Dialect(model)
     refused: Answer | None = None
     for route in (COMPLETIONS, CHAT):
-        for without in ({}, {"ignore_eos": False}, {"ignore_eos": False, "usage": False}):
-            dialect = replace(full, route=route, **without)
+        for ignore_eos, usage in ((True, True), (False, True), (False, False)):
+            dialect = Dialect(model, route, ignore_eos, usage)
             answer = await complete(endpoint, dialect, "Count from one to ten, please:", 8, timeout=timeout)
             if not answer.error:
                 return dialect, answer

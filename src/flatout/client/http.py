@@ -104,6 +104,7 @@ class Endpoint:
         try:
             async with asyncio.timeout(timeout):
                 while True:
+                    self._idle = [c for c in self._idle if c.usable]  # servers close what was idle for long
                     kept = not slow and bool(self._idle)
                     connection = self._idle.pop() if kept else await self._connect(slow)
                     try:
@@ -157,7 +158,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] | None = None
-        self.usable = False
+        self.usable, self._pausing, self._lost = False, False, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -189,26 +190,37 @@ class _Connection(asyncio.Protocol):
             self.usable = False  # nobody asked for this
             return
         self._buffer += data
-        before = len(self.reply.pieces)
-        try:
-            while self._parse():
-                pass
-        except (ValueError, IndexError):
-            self._fail("not http", "the reply is not HTTP; is the port a server's?")
-            return
-        for _, piece in self.reply.pieces[before:]:
-            if self._reader.on_piece is not None:
-                self._reader.on_piece(piece)
-        if self._reader.pause and len(self.reply.pieces) > before and not self.transport.is_closing():
-            self.transport.pause_reading()
-            self._loop.call_later(self._reader.pause, self._resume)
+        if not self._pausing:
+            self._go_on()
 
-    def _resume(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.resume_reading()
+    def _go_on(self) -> None:
+        """Parse what there is; a slow reader takes one piece, then pauses, and the sender has to wait."""
+        pieces, paused, self._pausing = self.reply.pieces, self._pausing, False
+        more = self._done is not None and not self._done.done()
+        while more:
+            before = len(pieces)
+            try:
+                more = self._parse()
+            except (ValueError, IndexError):
+                return self._fail("not http", "the reply is not HTTP; is the port a server's?")
+            if len(pieces) > before:
+                if self._reader.on_piece is not None:
+                    self._reader.on_piece(pieces[-1][1])
+                if self._reader.pause and self._done is not None and not self._done.done():
+                    self._pausing = True
+                    self.transport.pause_reading()
+                    self._loop.call_later(self._reader.pause, self._go_on)
+                    return None
+        if self._lost:
+            return self._ended()
+        return self.transport.resume_reading() if paused else None
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.usable = False
+        self.usable, self._lost = False, True
+        if not self._pausing:
+            self._ended()
+
+    def _ended(self) -> None:
         if self._done is None or self._done.done():
             return
         if self.reply.status and self._left is None:

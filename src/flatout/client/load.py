@@ -16,11 +16,12 @@ from typing import Any
 from flatout.client.completions import Answer, Dialect, complete
 from flatout.client.http import Endpoint, Reader
 
-WORDS = (
+TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand part place case week "
     "company system program question work government number night point home water room mother area money story fact month lot right study "
     "book eye job word business issue side kind head house service friend father power hour game line end member law car city community name"
-).split()
+)
+WORDS = TEXT.split()
 
 
 @dataclass(frozen=True)

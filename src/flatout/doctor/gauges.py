@@ -141,7 +141,8 @@ async def identify(endpoint: Endpoint) -> Server:
     return Server(
         kind,
         tuple(str(entry["id"]) for entry in entries if entry.get("id")),
-        _whole(entries[0].get("max_model_len") if entries else None) or _whole((props.get("default_generation_settings") or {}).get("n_ctx")),
+        _whole(entries[0].get("max_model_len") if entries else None)
+        or _whole((props.get("default_generation_settings") or {}).get("n_ctx")),
         _whole(props.get("total_slots")),
         _whole(meta.get("size")),
         tuple(unseen),

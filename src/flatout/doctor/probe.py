@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -21,8 +22,10 @@ from flatout.doctor.gauges import E2E_COUNT, E2E_SUM, PREEMPTIONS, Server, gauge
 STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (32, 128, 512, 1024, 2048, 4096, 8192)  # prompt tokens
 SHORT = 32  # tokens of a prompt that is to cost little
-LEAST, MOST = 16, 128  # output tokens of a stream in the sweep
-NEIGHBOURS = 3  # streams beside the long prompt
+LEAST, MOST = 8, 128  # output tokens of a stream in the sweep
+LONGEST_REPEAT = 4096  # tokens
+NEIGHBOURS = 3  # streams beside the long prompt, where so many run at a time
+SETTLED = 8  # pieces of each of them before it comes
 CALIBRATION = 200  # words, from whose token count the size of prompts is known
 SHARES = {"one stream": 0.12, "prompt lengths": 0.2, "repeated prefix": 0.13, "concurrency": 0.38, "long prompt": 0.17}
 
@@ -103,7 +106,7 @@ class Probe:
         if len(self.lengths) < 2:
             return None
         (short, begin), (long, end) = self.lengths[0], self.lengths[-1]
-        if end <= begin:
+        if end < 1.1 * begin:  # jitter, not prompts
             return None
         rate = (long - short) / (end - begin)
         return max(0.0, begin - short / rate), rate
@@ -160,11 +163,11 @@ async def probe(
         if not server.models:
             raise ValueError("the server lists no model at /v1/models; say which one")
         model = server.models[0]
-    dialect, _ = await learn(endpoint, model, timeout=max(10.0, seconds))
+    dialect, learned = await learn(endpoint, model, timeout=max(10.0, seconds))
     found = Probe(endpoint.url, server, dialect, round_trip, unseen=list(server.unseen))
     if len(server.models) > 1 and model == server.models[0]:
         found.unseen.append(f"other models of this server: {', '.join(server.models[1:])}")
-    experiments = _Experiments(endpoint, found, most_streams, cpu)
+    experiments = _Experiments(endpoint, found, learned, most_streams, cpu)
     await experiments.calibrate()
     found.before = gauges(await metrics(endpoint))
     left = dict(SHARES)
@@ -179,17 +182,22 @@ async def probe(
         now = loop.time()
         tell(name, min(1.0, (now - begin) / seconds))
         share = max(0.0, begin + seconds - now) * left[name] / sum(left.values())
+        patience = min(2 * share + 1, begin + 1.2 * seconds - now)
         del left[name]
         try:
-            async with asyncio.timeout(2 * share + 1):  # experiments keep to their share by themselves, unless the server slows down
+            async with asyncio.timeout(patience):  # experiments keep to their share by themselves, unless the server slows down
                 await step(now + share)
         except EndpointError as error:
             found.refused.append((error.kind, str(error)))
             found.unseen.append(f"{name}: {error}")
         except TimeoutError:
-            found.unseen.append(f"{name}: not over within {2 * share + 1:.0f} s; give it more --seconds")
+            found.unseen.append(f"{name}: not over within {patience:.0f} s; give it more --seconds")
     if not found.points:
-        raise EndpointError(*found.refused[0]) if found.refused else EndpointError("timeout", f"{endpoint.url}: too slow for this; more --seconds")
+        raise (
+            EndpointError(*found.refused[0])
+            if found.refused
+            else EndpointError("timeout", f"{endpoint.url}: too slow for this; more --seconds")
+        )
     found.after = gauges(await metrics(endpoint))
     found.e2e_here = (sum(a.e2e for a in experiments.all), len(experiments.all))
     found.seconds = loop.time() - begin
@@ -200,8 +208,8 @@ async def probe(
 class _Experiments:
     """The experiments, each given the loop time at which it should be over; and what they learn for each other."""
 
-    def __init__(self, endpoint: Endpoint, found: Probe, most_streams: int, cpu: Callable[[], float]):
-        self.endpoint, self.found, self.most_streams, self.cpu = endpoint, found, most_streams, cpu
+    def __init__(self, endpoint: Endpoint, found: Probe, learned: Answer, most_streams: int, cpu: Callable[[], float]):
+        self.endpoint, self.found, self.learned, self.most_streams, self.cpu = endpoint, found, learned, most_streams, cpu
         self.all: list[Answer] = []  # that were good, since the server's counters were read
         self.seed = time.time_ns()  # no prompt may be in the server's cache from an earlier probe
 
@@ -214,7 +222,7 @@ class _Experiments:
         self.seed += 1
         return words(tokens, self.found.dialect.tokens_per_word, f"probe {self.seed}")
 
-    async def ask(self, prompt: str, tokens: int, reader: Reader | None = None) -> Answer:
+    async def _ask(self, prompt: str, tokens: int, reader: Reader | None = None) -> Answer:
         """EndpointError: it was not answered."""
         answer = await complete(self.endpoint, self.found.dialect, prompt, tokens, reader)
         if answer.error:
@@ -224,7 +232,7 @@ class _Experiments:
 
     async def calibrate(self) -> None:
         """How many tokens a word is. It also warms up what the first request finds cold."""
-        answer = await self.ask(self.prompt(CALIBRATION), 4)
+        answer = await self._ask(self.prompt(CALIBRATION), 4)
         if answer.prompt_tokens:
             self.found.dialect = replace(self.found.dialect, tokens_per_word=answer.prompt_tokens / CALIBRATION)
         else:
@@ -232,11 +240,11 @@ class _Experiments:
         self.all.clear()
 
     async def one_stream(self, until: float) -> None:
-        """Three times as long as a third of the time allows; the median one counts."""
-        first = await self.ask(self.prompt(SHORT), LEAST)
-        per_token = first.tpot or first.e2e
-        self.tokens = max(LEAST, min(MOST, int(max(0.0, until - self.now - 3 * first.ttft) / 3 / max(per_token, 1e-4))))
-        tries = []
+        """Up to three times; the median one counts."""
+        first = self.learned
+        room = max(0.0, (until - self.now) / 3 - first.ttft)
+        self.tokens = max(LEAST, min(MOST, int(room / max(first.tpot or first.e2e, 1e-4))))
+        tries: list[Point] = []
         while not tries or (len(tries) < 3 and self.now + tries[-1].e2e < until):
             tries.append(await self._burst(1))
         self.found.points.append(sorted(tries, key=lambda p: p.rate)[len(tries) // 2])
@@ -249,7 +257,7 @@ class _Experiments:
                 self.found.unseen.append(f"prompts of {tokens:,} tokens and more: no time for them")
                 return
             try:
-                answers = [await self.ask(self.prompt(tokens), 1) for _ in range(2)]
+                answers = [await self._ask(self.prompt(tokens), 1) for _ in range(2)]
             except EndpointError as error:
                 if not self.found.lengths:
                     raise
@@ -270,10 +278,10 @@ class _Experiments:
         fit = self.found.lengths
         if not fit:
             return
-        tokens = max((n for n, ttft in fit if self.now + 3 * ttft < until), default=fit[0][0])
-        prompt = self.prompt(min(tokens, 4096))
-        cold = await self.ask(prompt, 1)
-        again = [await self.ask(prompt, 1) for _ in range(2)]
+        tokens = max((n for n, ttft in fit if n <= LONGEST_REPEAT and self.now + 3 * ttft < until), default=fit[0][0])
+        prompt = self.prompt(tokens)
+        cold = await self._ask(prompt, 1)
+        again = [await self._ask(prompt, 1) for _ in range(2)]
         cached = [a.cached_tokens for a in again if a.cached_tokens is not None]
         self.found.repeat = Repeat(cold.prompt_tokens or tokens, cold.ttft, min(a.ttft for a in again), max(cached, default=None))
 
@@ -340,54 +348,51 @@ class _Experiments:
 
     async def long_prompt(self, until: float) -> None:
         """Short streams are being written when the longest prompt that fits arrives."""
-        one, prefill, tokens = self.found.one, self.found.prefill, 0
-        if one is None or prefill is None:
+        one = self.found.one
+        if one is None or self.found.prefill is None:
             self.found.unseen.append("what a long prompt does to others: longer prompts took no longer, or were not tried")
             return
-        left = until - self.now
-        for tokens in (n for n, ttft in self.found.lengths if 2 * ttft + 20 * one.tpot < left):
-            pass
+        beside = min(NEIGHBOURS, max(p.active for p in self.found.points) - 1)
+        if beside < 1:
+            self.found.unseen.append("what a long prompt does to others: no two answers are written at one time")
+            return
+        left = until - self.now - 3 * SETTLED * one.tpot
+        tokens = max((n for n, ttft in self.found.lengths if 2 * ttft < left), default=0)
         if not tokens:
             self.found.unseen.append("what a long prompt does to others: no time for it")
             return
-        expected = prefill[0] + tokens / prefill[1]
-        writing = min(1024, 24 + int(3 * expected / max(one.tpot, 1e-4)))
-        begun = asyncio.Event()
-        pieces = 0
+        writing = min(1024, (self.found.server.max_model_len or 1 << 20) - 2 * SHORT)
+        times: list[list[float]] = [[] for _ in range(beside)]
+        begun, loop = asyncio.Event(), asyncio.get_running_loop()
 
-        def count(piece: bytes) -> None:
-            nonlocal pieces
-            pieces += 1
-            if pieces >= 8 * NEIGHBOURS:
-                begun.set()
+        def note(mine: list[float]) -> Callable[[bytes], None]:
+            def on_piece(piece: bytes) -> None:
+                mine.append(loop.time())
+                if sum(map(len, times)) == SETTLED * beside:
+                    begun.set()
 
-        async with asyncio.TaskGroup() as tasks:
-            neighbours = [tasks.create_task(self._quietly(self.prompt(SHORT), writing, Reader(on_piece=count))) for _ in range(NEIGHBOURS)]
-            waiting = tasks.create_task(begun.wait())
+            return on_piece
+
+        neighbours = [loop.create_task(self._ask(self.prompt(SHORT), writing, Reader(on_piece=note(mine)))) for mine in times]
+        waiting = loop.create_task(begun.wait())
+        try:
             await asyncio.wait([waiting, *neighbours], return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
-            long = await self._quietly(self.prompt(tokens), 1)
-            answers = [await n for n in neighbours]
-        good = [a for a in answers if not a.error]
-        if long.error or not good:
-            self.found.unseen.append(f"what a long prompt does to others: {long.message or answers[0].message}")
-            return
-        self.found.interference = _interference(long, good, tokens)
-
-    async def _quietly(self, prompt: str, tokens: int, reader: Reader | None = None) -> Answer:
-        """As ask(), but a failure is the answer's own."""
-        answer = await complete(self.endpoint, self.found.dialect, prompt, tokens, reader)
-        if not answer.error:
-            self.all.append(answer)
-        return answer
+            long = await self._ask(self.prompt(tokens), 1)
+            await asyncio.sleep(2 * one.tpot)  # for the gap in which it was read to end
+        finally:
+            for task in (waiting, *neighbours):
+                task.cancel()  # hangs up: what they were to write is of no interest
+            await asyncio.wait([waiting, *neighbours])
+        self.found.interference = _interference(long, times, tokens)
 
 
-def _interference(long: Answer, others: Sequence[Answer], tokens: int) -> Interference:
+def _interference(long: Answer, others: Sequence[Sequence[float]], tokens: int) -> Interference:
+    """`others`: when each neighbour got a piece of its stream."""
     arrived, read = long.sent, long.times[0]
-    quiet = [b - a for o in others for a, b in zip(o.times, o.times[1:]) if b <= arrived]
+    quiet = [b - a for times in others for a, b in pairwise(times[1:]) if b <= arrived]
     # a stream's longest wait for a token while the prompt was read: gaps that overlap that time
-    writing = [o for o in others if o.times[0] < arrived < o.times[-1]]
-    waits = [max(b - a for a, b in zip(o.times, o.times[1:]) if b > arrived and a < read) for o in writing]
+    writing = [times for times in others if times and times[0] < arrived < times[-1]]
+    waits = [max(b - a for a, b in pairwise(times) if b > arrived and a < read) for times in writing]
     seen = bool(waits and quiet)
     return Interference(long.prompt_tokens or tokens, long.ttft, median(quiet) if seen else 0.0, median(waits) if seen else 0.0, len(waits))
 

@@ -40,9 +40,9 @@ STREAMS = 4  # a sweep that ended under so many tells nothing of batching
 FLAGS = {  # constraint -> server -> its flag
     "slots": {"llama.cpp": "-np N (and -c N times as large)", "TGI": "--max-concurrent-requests and --max-batch-size"},
     "chunks": {
-        "llama.cpp": "-ub 256 (and -b 512)",
-        "SGLang": "--chunked-prefill-size 512",
-        "TGI": "--max-batch-prefill-tokens 512 (chunks need TGI 3)",
+        "llama.cpp": "-b 256 -ub 256",
+        "SGLang": "--chunked-prefill-size 256",
+        "TGI": "--max-batch-prefill-tokens 256 (chunks need TGI 3)",
     },
     "cache": {
         "vLLM": "--enable-prefix-caching",
@@ -52,7 +52,11 @@ FLAGS = {  # constraint -> server -> its flag
         "flatout": "--enable-prefix-caching",
     },
 }
-DEFAULTS = {"slots": "--max-num-seqs N (vLLM, flatout), -np N (llama.cpp)", "chunks": "--max-num-batched-tokens 512", "cache": "prefix caching on"}
+DEFAULTS = {
+    "slots": "--max-num-seqs N (vLLM, flatout), -np N (llama.cpp)",
+    "chunks": "--max-num-batched-tokens 256",
+    "cache": "prefix caching on",
+}
 
 
 def judge(probe: Probe) -> list[Verdict]:
@@ -177,7 +181,9 @@ def _slots(probe: Probe) -> Verdict | None:
         + ("the KV cache has no room for more." if pool else "a limit on running requests, as far as can be seen."),
         tuple(evidence),
         "more memory for the KV cache, a smaller KV dtype, or a shorter --max-model-len" if pool else _flag(probe, "slots"),
-        f"up to {grows:.1f}x the throughput at {top.streams} streams: it grew with streams as far as they ran" if grows > 1 else "a shorter queue",
+        f"up to {grows:.1f}x the throughput at {top.streams} streams: it grew with streams as far as they ran"
+        if grows > 1
+        else "a shorter queue",
         grows,
         "requests are longer than those of this probe and memory is the limit"
         if not pool
@@ -322,7 +328,7 @@ def _state(probe: Probe, nothing_wrong: bool) -> Verdict:
         f"the last doubling still brought {growth - 1:.0%}.",
         evidence,
         "nothing; more streams bring little more and wait longer",
-        healthy=nothing_wrong,
+        healthy=True,
     )
 
 
@@ -356,7 +362,10 @@ def _rate(point: Point) -> Evidence:
 
 
 def _latencies(one: Point, best: Point) -> tuple[Evidence, ...]:
-    return (_seconds("per token, alone", one.tpot), *([_seconds(f"per token at {best.streams} streams", best.tpot)] if best is not one else []))
+    return (
+        _seconds("per token, alone", one.tpot),
+        *([_seconds(f"per token at {best.streams} streams", best.tpot)] if best is not one else []),
+    )
 
 
 def _number(what: str, value: float, unit: str, shown: str | None = None) -> Evidence:

@@ -8,7 +8,10 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
+
+PORTS = count(20_000)  # of the loop in virtual_time.py, where every one is free
 
 
 @dataclass
@@ -40,6 +43,9 @@ class Fake:
     bodies: list[dict[str, Any]] = field(default_factory=list)  # what was asked
 
     def __post_init__(self) -> None:
+        self.port = next(PORTS)
+
+    def _fresh(self) -> None:
         self.running: list[_Row] = []
         self.waiting: list[_Row] = []
         self.seen: set[str] = set()
@@ -54,8 +60,8 @@ class Fake:
 
     @asynccontextmanager
     async def served(self) -> AsyncIterator[Fake]:
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
+        self._fresh()
+        server = await asyncio.start_server(self._connection, "127.0.0.1", self.port)
         engine = asyncio.create_task(self._engine())
         try:
             yield self
@@ -103,7 +109,11 @@ class Fake:
                 if self.key and headers.get("authorization") != f"Bearer {self.key}":
                     self._send(writer, 401, {"error": {"message": "who are you?"}})
                 elif path == "/v1/models":
-                    self._send(writer, 200, {"data": [{"id": self.model, "owned_by": self.owner, "max_model_len": self.context, "meta": self.meta}]})
+                    self._send(
+                        writer,
+                        200,
+                        {"data": [{"id": self.model, "owned_by": self.owner, "max_model_len": self.context, "meta": self.meta}]},
+                    )
                 elif path == "/metrics" and self.metrics:
                     self._send(writer, 200, self._metrics(), "text/plain")
                 elif method == "POST" and path.removeprefix("/v1/") in self.routes:
@@ -164,7 +174,8 @@ class Fake:
             if n == self.cut:
                 return writer.transport.abort()
             if self.broken and n == 2:
-                return self._event(writer, {"error": {"message": self.broken}})
+                self._event(writer, {"error": {"message": self.broken}})
+                break
             if self.streams:
                 text = {"delta": {"content": "word "}} if chat else {"text": "word "}
                 self._event(writer, {"choices": [{**text, "finish_reason": "length" if n + 1 == body["max_tokens"] else None}]})
