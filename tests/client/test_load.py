@@ -11,7 +11,6 @@ from flatout.client.completions import CHAT, COMPLETIONS, Answer, Dialect, compl
 from flatout.client.http import Endpoint, EndpointError, Reader, Reply
 from flatout.client.load import Figures, Load, Spread, run, words
 
-
 PLAIN = Dialect("fake")
 
 

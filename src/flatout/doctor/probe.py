@@ -26,7 +26,7 @@ LEAST, MOST = 8, 128  # output tokens of a stream in the sweep
 LONGEST_REPEAT = 4096  # tokens
 NEIGHBOURS = 3  # streams beside the long prompt, where so many run at a time
 SETTLED = 8  # pieces of each of them before it comes
-CALIBRATION = 200  # words, from whose token count the size of prompts is known
+CALIBRATION = 10, 60  # words; from the tokens of both the size of prompts is known
 SHARES = {"one stream": 0.12, "prompt lengths": 0.2, "repeated prefix": 0.13, "concurrency": 0.38, "long prompt": 0.17}
 
 
@@ -231,10 +231,10 @@ class _Experiments:
         return answer
 
     async def calibrate(self) -> None:
-        """How many tokens a word is. It also warms up what the first request finds cold."""
-        answer = await self._ask(self.prompt(CALIBRATION), 4)
-        if answer.prompt_tokens:
-            self.found.dialect = replace(self.found.dialect, tokens_per_word=answer.prompt_tokens / CALIBRATION)
+        """How many tokens a word is, whatever a template adds. It also warms up what the first request finds cold."""
+        few, many = [(await self._ask(self.prompt(n), 1)).prompt_tokens for n in CALIBRATION]
+        if many > few:
+            self.found.dialect = replace(self.found.dialect, tokens_per_word=(many - few) / (CALIBRATION[1] - CALIBRATION[0]))
         else:
             self.found.unseen.append("prompt tokens: the server reports no usage in streams, so a word is taken for a token")
         self.all.clear()
