@@ -122,9 +122,9 @@ async def metrics(endpoint: Endpoint) -> dict[str, float]:
 
 
 async def identify(endpoint: Endpoint) -> Server:
-    """Raises EndpointError: there is no server, or it lets nobody in."""
+    """Raises EndpointError: there is no server, it lets nobody in, or it is not ready."""
     listed = await endpoint.get("/v1/models", timeout=15)
-    if listed.status in (401, 403):
+    if listed.status not in (200, 404, 405):  # not let in, or not ready; without that route --model will do
         raise EndpointError(f"http {listed.status}", listed.complaint)
     entries = _entries(listed.json()) if listed.status == 200 else []
     found = await metrics(endpoint)

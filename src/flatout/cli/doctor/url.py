@@ -30,6 +30,7 @@ MENDS = {  # kind of failure -> what to do about it
     "http 401": "--api-key: the server wants one, or another one",
     "http 403": "--api-key: this one may not do that",
     "http 404": "--url, --model: no such route or model there",
+    "http 503": "--url: the server is not ready",
     "no stream": "--url: the server does not stream, and streams are what is timed",
     "not http": "--url: what answers there is no HTTP server",
     "connect": "--url",
