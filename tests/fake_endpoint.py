@@ -20,6 +20,7 @@ class Fake:
 
     fixed: float = 0.010  # s
     per_row: float = 0.0006  # s: a burst of 32 costs three times a step of one
+    crowd: float = 0.0  # share by which each row costs more beside others
     prefill: float = 20_000.0  # prompt tokens per second
     chunk: int | None = 256  # None: a prompt is read in one step, alone
     slots: int = 256
@@ -88,7 +89,8 @@ class Fake:
             rows += [r for r in self.running if not r.unread and r not in rows and r.fresh]
             for row in rows:
                 row.fresh = False
-            seconds = self.fixed + self.per_row * len(rows) + read / self.prefill
+            crowded = 1 + self.crowd * (len(rows) > 1)
+            seconds = self.fixed + self.per_row * len(rows) * crowded + read / self.prefill
             if self.tokens_per_second is not None:
                 seconds = max(seconds, len(rows) / self.tokens_per_second)
             await asyncio.sleep(seconds)

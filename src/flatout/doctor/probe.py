@@ -35,6 +35,7 @@ class Point:
     """So many streams at once, each of one short prompt. Times in s."""
 
     streams: int
+    seconds: float  # the whole burst
     rate: float  # output tokens per second of all, from the first token on
     tpot: float  # per token and stream, the median stream's
     ttft: float  # median
@@ -182,7 +183,7 @@ async def probe(
         now = loop.time()
         tell(name, min(1.0, (now - begin) / seconds))
         share = max(0.0, begin + seconds - now) * left[name] / sum(left.values())
-        patience = min(2 * share + 1, begin + 1.2 * seconds - now)
+        patience = max(1.0, min(2 * share + 1, begin + 1.2 * seconds - now))
         del left[name]
         try:
             async with asyncio.timeout(patience):  # experiments keep to their share by themselves, unless the server slows down
@@ -193,11 +194,7 @@ async def probe(
         except TimeoutError:
             found.unseen.append(f"{name}: not over within {patience:.0f} s; give it more --seconds")
     if not found.points:
-        raise (
-            EndpointError(*found.refused[0])
-            if found.refused
-            else EndpointError("timeout", f"{endpoint.url}: too slow for this; more --seconds")
-        )
+        raise EndpointError(*(found.refused[0] if found.refused else ("timeout", f"{endpoint.url}: not even one stream came to its end")))
     found.after = gauges(await metrics(endpoint))
     found.e2e_here = (sum(a.e2e for a in experiments.all), len(experiments.all))
     found.seconds = loop.time() - begin
@@ -286,20 +283,20 @@ class _Experiments:
         self.found.repeat = Repeat(cold.prompt_tokens or tokens, cold.ttft, min(a.ttft for a in again), max(cached, default=None))
 
     async def concurrency(self, until: float) -> None:
-        """Bursts of more and more streams; one longer than half of what is left is not begun."""
+        """Bursts of more and more streams, while the next is expected to end in time: each twice as long, or half as long again where streams gain."""
         one = self.found.one
         if one is None:
             return
-        last = one
+        last, longer = one, 1.5
         for streams in (n for n in STREAMS[1:] if n <= self.most_streams):
-            longest = max(last.e2e, last.ttft_worst) * streams / last.streams  # were they to queue
-            expected = longest if len(self.found.points) > 1 and last.rate < 1.2 * one.rate else max(last.e2e, longest / 2)
-            if self.now + expected > until:
+            if self.now + longer * last.seconds > until:
                 self.found.unseen.append(f"{streams} streams and more: no time for them")
                 return
-            last = await self._burst(streams)
-            self.found.points.append(last)
-            if last.errors:
+            point = await self._burst(streams)
+            longer = 1.5 if point.rate > 1.2 * last.rate else 2.0
+            last = point
+            self.found.points.append(point)
+            if point.errors:
                 self.found.unseen.append(f"more than {streams} streams: some of {streams} were refused already")
                 return
 
@@ -308,20 +305,17 @@ class _Experiments:
         loop, found = asyncio.get_running_loop(), self.found
         load = Load(clients=streams, requests=streams, prompt=(SHORT, SHORT), output=(self.tokens, self.tokens), seed=self.seed)
         self.seed += 1
-        expected = max((p.e2e for p in found.points), default=0.0)
+        peek = loop.create_task(self._peek(found.points[-1].seconds / 2 if found.points else 0.0))
         begin, cpu = loop.time(), self.cpu()
-        peek = loop.create_task(self._peek(expected / 2)) if found.before else None
         try:
             answers = await run(self.endpoint, found.dialect, load)
         finally:
-            if peek is not None and not peek.done():
-                peek.cancel()
-        wall = loop.time() - begin
-        cores = (self.cpu() - cpu) / wall if wall > 0 else 0.0
+            too_late = peek.cancel()
+        seconds = loop.time() - begin
+        cores = (self.cpu() - cpu) / seconds if seconds > 0 else 0.0
         good = [a for a in answers if not a.error]
         self.all += good
         figures = Figures.of(answers)
-        peak = await peek if peek is not None and not peek.cancelled() and peek.done() else {}
         if not good:
             kind, message = next(iter(figures.examples.items()))
             raise EndpointError(kind, message)
@@ -329,6 +323,7 @@ class _Experiments:
         first, end = min(a.times[0] for a in good), max(a.times[-1] for a in good)
         return Point(
             streams,
+            seconds,
             rate=(sum(a.tokens for a in good) - 1) / (end - first) if end > first else 0.0,
             tpot=figures.tpot.p50 if figures.tpot else 0.0,
             ttft=figures.ttft.p50,
@@ -339,7 +334,7 @@ class _Experiments:
             cpu=cores,
             errors=figures.errors,
             complaint=next(iter(figures.examples.values()), ""),
-            peak=peak,
+            peak={} if too_late else peek.result(),
         )
 
     async def _peek(self, after: float) -> dict[str, float]:
@@ -378,11 +373,15 @@ class _Experiments:
         try:
             await asyncio.wait([waiting, *neighbours], return_when=asyncio.FIRST_COMPLETED)
             long = await self._ask(self.prompt(tokens), 1)
-            await asyncio.sleep(2 * one.tpot)  # for the gap in which it was read to end
+            await asyncio.sleep(4 * one.tpot)  # for the gap in which it was read to end
+            for mine, neighbour in zip(times, neighbours):
+                if mine and not neighbour.done():
+                    mine.append(loop.time())  # a gap that has not ended is at least this long
         finally:
             for task in (waiting, *neighbours):
                 task.cancel()  # hangs up: what they were to write is of no interest
-            await asyncio.wait([waiting, *neighbours])
+            ends = await asyncio.gather(*neighbours, return_exceptions=True)
+        self.found.unseen += [f"a neighbour of a long prompt: {e}" for e in ends if isinstance(e, EndpointError)][:1]
         self.found.interference = _interference(long, times, tokens)
 
 

@@ -19,6 +19,7 @@ CLIENT_CORES = 0.85
 OUTSIDE = 0.3
 # Throughput of many streams over that of one: batching on a bandwidth-bound decode gives nearly the number of streams; under this there is none.
 NO_GAIN = 1.3
+LOSS = 0.85  # and under this no cap explains it: a capped server gives many as much as one
 # A burst's first tokens come evenly spaced, and this many times wider apart than a lone prompt takes: something lets requests in one by one.
 PACED = 3.0
 EVEN = 0.5  # a gap this share of the median gap or more, up to its inverse, counts as even
@@ -144,16 +145,29 @@ def _serial(probe: Probe) -> Verdict | None:
     )
 
 
-def _taking_turns(probe: Probe) -> Verdict | None:
+def _no_gain(probe: Probe) -> Verdict | None:
+    """Many are written at one time, and all together get no more than one."""
     one, top = probe.one, probe.points[-1]
     if one is None or top.streams < STREAMS or top.active <= 1 or top.rate > NO_GAIN * one.rate or top.tpot < 0.5 * top.active * one.tpot:
         return None
+    evidence = (_rate(one), _rate(top), _seconds("per token, alone", one.tpot), _seconds(f"per token at {top.streams} streams", top.tpot))
+    gain = f"up to {top.streams}x the throughput at {top.streams} streams"
+    if top.rate < LOSS * one.rate:
+        return Verdict(
+            "no gain from batching",
+            f"More streams make the server slower: {top.streams} get {top.rate:,.0f} tok/s together, one alone {one.rate:,.0f}.",
+            evidence,
+            "look for other work on its cores (threads over the cores it may use, a neighbour); then kernels for more rows, or another server",
+            gain,
+            top.streams,
+            "its speed drifts: run the probe again",
+        )
     return Verdict(
         "token cap",
         f"Streams share {one.rate:,.0f} tok/s whatever their number: a cap on tokens per second, or streams that take turns without a batch.",
-        (_rate(one), _rate(top), _seconds("per token, alone", one.tpot), _seconds(f"per token at {top.streams} streams", top.tpot)),
+        evidence,
         "lift the cap on tokens in the gateway; if there is none, a server with continuous batching",
-        f"up to {top.streams}x the throughput at {top.streams} streams",
+        gain,
         top.streams,
         "the machine is full at one stream: a small model in 32 bits on few cores comes near that",
     )
@@ -283,7 +297,7 @@ def _front(probe: Probe) -> Verdict | None:
 
 Rule = Callable[[Probe], Verdict | None]
 # what caps throughput: the first that holds explains the sweep, and none of the others is looked at
-LIMITS: tuple[Rule, ...] = (_client_bound, _refused, _paced, _serial, _taking_turns, _slots)
+LIMITS: tuple[Rule, ...] = (_client_bound, _refused, _paced, _serial, _no_gain, _slots)
 # what is wrong beside
 FAULTS: tuple[Rule, ...] = (_front, _stalls, _no_cache, _slow_prefill)
 
