@@ -10,11 +10,11 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from flatout.client.completions import Answer, Dialect, complete
-from flatout.client.http import Endpoint, Reader
+from flatout.client.http import Endpoint, EndpointError, Reader
 
 TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand part place case week "
@@ -22,6 +22,7 @@ TEXT = (
     "book eye job word business issue side kind head house service friend father power hour game line end member law car city community name"
 )
 WORDS = TEXT.split()
+CALIBRATION = 10, 60  # words; from the tokens of both the size of prompts is known
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,21 @@ def words(tokens: int, tokens_per_word: float, seed: random.Random | str) -> str
     """A text of about so many tokens, another one for another seed from its first words on."""
     rng = random.Random(seed) if isinstance(seed, str) else seed
     return " ".join(rng.choices(WORDS, k=round(tokens / tokens_per_word)))
+
+
+async def sized(endpoint: Endpoint, dialect: Dialect, seed: int) -> Dialect | None:
+    """The dialect with its tokens_per_word measured, whatever a template adds to a prompt; None where the server counts no tokens.
+
+    EndpointError: the two short prompts for it were not answered.
+    """
+    counts = []
+    for length in CALIBRATION:
+        answer = await complete(endpoint, dialect, words(length, 1.0, f"size {seed} {length}"), 1)
+        if answer.error:
+            raise EndpointError(answer.error, answer.message)
+        counts.append(answer.prompt_tokens)
+    few, many = counts
+    return replace(dialect, tokens_per_word=(many - few) / (CALIBRATION[1] - CALIBRATION[0])) if many > few else None
 
 
 async def run(endpoint: Endpoint, dialect: Dialect, load: Load, on_answer: Callable[[Answer], None] | None = None) -> list[Answer]:

@@ -149,6 +149,13 @@ async def identify(endpoint: Endpoint) -> Server:
     )
 
 
+def chosen_model(server: Server) -> str:
+    """Where nobody said which. EndpointError: the server lists none."""
+    if not server.models:
+        raise EndpointError("no model", "the server lists no model at /v1/models")
+    return server.models[0]
+
+
 async def _json(endpoint: Endpoint, path: str) -> dict[str, Any]:
     """An object, empty where there is none."""
     try:

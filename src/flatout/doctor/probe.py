@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from flatout.client.completions import Answer, Dialect, complete, learn
 from flatout.client.http import Endpoint, EndpointError, Reader
-from flatout.client.load import Figures, Load, run, words
-from flatout.doctor.gauges import E2E_COUNT, E2E_SUM, PREEMPTIONS, Server, gauges, identify, metrics
+from flatout.client.load import Figures, Load, run, sized, words
+from flatout.doctor.gauges import E2E_COUNT, E2E_SUM, PREEMPTIONS, Server, chosen_model, gauges, identify, metrics
 
 STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (32, 128, 512, 1024, 2048, 4096, 8192)  # prompt tokens
@@ -26,7 +26,6 @@ LEAST, MOST = 8, 128  # output tokens of a stream in the sweep
 LONGEST_REPEAT = 4096  # tokens
 NEIGHBOURS = 3  # streams beside the long prompt, where so many run at a time
 SETTLED = 8  # pieces of each of them before it comes
-CALIBRATION = 10, 60  # words; from the tokens of both the size of prompts is known
 SHARES = {"one stream": 0.12, "prompt lengths": 0.2, "repeated prefix": 0.13, "concurrency": 0.38, "long prompt": 0.17}
 
 
@@ -153,23 +152,23 @@ async def probe(
 ) -> Probe:
     """All experiments, in about `seconds`. `model`: the first that the server lists. `cpu`: a clock of this process's CPU time.
 
-    EndpointError: no server, no entry, no such model, no streams; ValueError: the server lists no model and none was given.
+    EndpointError: no server, no entry, no such model, no streams.
     """
     loop = asyncio.get_running_loop()
     begin = loop.time()
     tell("who is there", 0.0)
     round_trip = await endpoint.connect_seconds()
     server = await identify(endpoint)
-    if model is None:
-        if not server.models:
-            raise ValueError("the server lists no model at /v1/models; say which one")
-        model = server.models[0]
+    model = model or chosen_model(server)
     dialect, learned = await learn(endpoint, model, timeout=max(10.0, seconds))
     found = Probe(endpoint.url, server, dialect, round_trip, unseen=list(server.unseen))
+    if (with_size := await sized(endpoint, dialect, time.time_ns())) is not None:
+        found.dialect = with_size
+    else:
+        found.unseen.append("prompt tokens: the server reports no usage in streams, so a word is taken for a token")
     if len(server.models) > 1 and model == server.models[0]:
         found.unseen.append(f"other models of this server: {', '.join(server.models[1:])}")
     experiments = _Experiments(endpoint, found, learned, most_streams, cpu)
-    await experiments.calibrate()
     found.before = gauges(await metrics(endpoint))
     left = dict(SHARES)
     steps: dict[str, Callable[[float], Awaitable[None]]] = {
@@ -226,15 +225,6 @@ class _Experiments:
             raise EndpointError(answer.error, answer.message)
         self.all.append(answer)
         return answer
-
-    async def calibrate(self) -> None:
-        """How many tokens a word is, whatever a template adds. It also warms up what the first request finds cold."""
-        few, many = [(await self._ask(self.prompt(n), 1)).prompt_tokens for n in CALIBRATION]
-        if many > few:
-            self.found.dialect = replace(self.found.dialect, tokens_per_word=(many - few) / (CALIBRATION[1] - CALIBRATION[0]))
-        else:
-            self.found.unseen.append("prompt tokens: the server reports no usage in streams, so a word is taken for a token")
-        self.all.clear()
 
     async def one_stream(self, until: float) -> None:
         """Up to three times; the median one counts."""

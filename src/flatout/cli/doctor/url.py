@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from flatout.cli.doctor.verdict import console, shown
+from flatout.cli.endpoint import add_endpoint_flags, endpoint_of
 from flatout.cli.flags import Parser, UsageError
 
 if TYPE_CHECKING:
@@ -26,23 +27,11 @@ if TYPE_CHECKING:
 
 BAR = 30  # columns of the plot
 LEAST_SECONDS = 5
-MENDS = {  # kind of failure -> what to do about it
-    "http 401": "--api-key: the server wants one, or another one",
-    "http 403": "--api-key: this one may not do that",
-    "http 404": "--url, --model: no such route or model there",
-    "http 503": "--url: the server is not ready",
-    "no stream": "--url: the server does not stream, and streams are what is timed",
-    "not http": "--url: what answers there is no HTTP server",
-    "connect": "--url",
-    "timeout": "--seconds: more of them",
-}
 
 
 def configure(parser: Parser) -> None:
     group = parser.add_argument_group("probing")
-    parser.flag(group, "--url", metavar="URL", default=None, help="an OpenAI-compatible server, with or without /v1: http://HOST:PORT")
-    parser.flag(group, "--model", metavar="NAME", default=None, help="as the server calls it (default: the first that it lists)")
-    parser.flag(group, "--api-key", metavar="KEY", default=None, help="sent as Authorization: Bearer KEY, and never shown")
+    add_endpoint_flags(parser, group)
     parser.flag(group, "--seconds", type=float, metavar="S", default=60.0, help="about how long it may take (default: 60)")
     parser.flag(
         group,
@@ -65,21 +54,10 @@ def run(args: Namespace) -> int:
     if not 1 <= args.max_streams <= 256:
         raise UsageError(f"--max-streams: {args.max_streams} is not between 1 and 256")
     out = None if args.json else console("doctor --url")
-    from flatout.client.http import Endpoint, EndpointError
     from flatout.doctor.probe_rules import judge
 
-    try:
-        endpoint = Endpoint(args.url, args.api_key)
-    except ValueError as error:
-        raise UsageError(f"--url: {error}") from None
-    try:
-        with _progress(out is not None) as tell:
-            found = asyncio.run(_probe(endpoint, args, tell))
-    except EndpointError as error:
-        mend = MENDS.get(error.kind)
-        raise UsageError(f"{mend}: {error}" if mend else f"--url: {endpoint.url}: {error.kind}: {error}") from None
-    except ValueError as error:
-        raise UsageError(f"--model: {error}") from None
+    with endpoint_of(args) as endpoint, _progress(out is not None) as tell:
+        found = asyncio.run(_probe(endpoint, args, tell))
     verdicts = judge(found)
     if out is None:
         print(json.dumps({**found.to_json(), "verdicts": [v.to_json() for v in verdicts]}, indent=1))
