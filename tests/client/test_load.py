@@ -9,7 +9,7 @@ from fake_endpoint import Fake
 
 from flatout.client.completions import CHAT, COMPLETIONS, Answer, Dialect, complete, events, learn
 from flatout.client.http import Endpoint, EndpointError, Reader, Reply
-from flatout.client.load import Figures, Load, Spread, run, words
+from flatout.client.load import Figures, Load, Spread, run_load, words
 
 PLAIN = Dialect("fake")
 
@@ -115,7 +115,7 @@ SLOW = Fake(fixed=1.0, per_row=0.0, prefill=1e9)
 def test_a_closed_loop_keeps_its_clients_busy():
     fake = replace(SLOW, slots=2)
     load = Load(clients=4, requests=8, prompt=(4, 8), output=(3, 3))
-    answers = at(fake, lambda endpoint: run(endpoint, Dialect("fake"), load))
+    answers = at(fake, lambda endpoint: run_load(endpoint, Dialect("fake"), load))
     figures = Figures.of(answers)
     assert (figures.requests, figures.errors, figures.tokens) == (8, {}, 24)
     assert figures.seconds == pytest.approx(12.0, rel=0.01), "8 requests of 3 s, two at a time"
@@ -128,7 +128,7 @@ def test_a_closed_loop_keeps_its_clients_busy():
 def test_an_open_loop_does_not_wait_for_answers():
     load = Load(rate=2.0, burstiness=0.0, seconds=5.0, output=(8, 8))
     seen = []
-    answers = at(replace(SLOW), lambda endpoint: run(endpoint, Dialect("fake"), load, seen.append))
+    answers = at(replace(SLOW), lambda endpoint: run_load(endpoint, Dialect("fake"), load, seen.append))
     arrivals = sorted(a.arrival for a in answers)
     assert [b - a for a, b in pairwise(arrivals)] == pytest.approx([0.5] * 9)
     assert len(seen) == len(answers) == 10
@@ -176,7 +176,7 @@ def test_a_slow_reader_takes_longer_than_the_server():
 
 def test_errors_are_counted_by_kind():
     load = Load(clients=6, requests=6, output=(4, 4))
-    figures = Figures.of(at(Fake(refuse_over=4), lambda endpoint: run(endpoint, Dialect("fake"), load)))
+    figures = Figures.of(at(Fake(refuse_over=4), lambda endpoint: run_load(endpoint, Dialect("fake"), load)))
     assert figures.errors == {"http 429": 2}
     assert figures.examples == {"http 429": "too many requests"}
     assert figures.tokens == 16

@@ -111,6 +111,11 @@ def test_slots_are_confirmed_by_the_servers_gauges():
     assert any(e.shown.startswith("4 running, ") and not e.shown.endswith(" 0 waiting") for e in verdict.evidence)
 
 
+def test_a_model_whose_size_is_known_tells_the_bandwidth_it_takes():
+    (verdict,) = judge(probed(Fake(meta={"size": 100_000_000})))
+    assert evidence(verdict, "weights read for one stream") == pytest.approx(100e6 / 0.0106, rel=0.02)
+
+
 def test_a_busy_client_is_named_before_the_server():
     clock = iter(range(0, 1 << 30, 100))  # a hundred seconds of CPU time at each look
     (verdict, *_) = judge(probed(Fake(), cpu=lambda: float(next(clock))))

@@ -25,6 +25,7 @@ VERBS = {  # verb -> (module with configure() and run(), what follows it, what i
     "doctor selfcheck": ("flatout.cli.doctor.selfcheck", "[MODEL]", "hold a model's fast arithmetic against float32"),
     "pull": ("flatout.cli.pull", "[MODEL]", "download a model into the cache"),
     "bench offline": ("flatout.bench.offline", "", "time fixed work on this machine"),
+    "bench load": ("flatout.bench.load", "--url URL", "put a load on a running server, anybody's"),
     "bench compare": ("flatout.bench.compare", "", "time the same work here and in Transformers"),
     "bench compare-cpu": ("flatout.bench.compare_cpu", "", "time the same GGUF file here and in llama.cpp"),
 }

@@ -101,7 +101,7 @@ async def sized(endpoint: Endpoint, dialect: Dialect, seed: int) -> Dialect | No
     return replace(dialect, tokens_per_word=(many - few) / (CALIBRATION[1] - CALIBRATION[0])) if many > few else None
 
 
-async def run(endpoint: Endpoint, dialect: Dialect, load: Load, on_answer: Callable[[Answer], None] | None = None) -> list[Answer]:
+async def run_load(endpoint: Endpoint, dialect: Dialect, load: Load, on_answer: Callable[[Answer], None] | None = None) -> list[Answer]:
     """Every answer, in the order of their ends. What was begun is finished."""
     loop = asyncio.get_running_loop()
     begin, answers, asks = loop.time(), list[Answer](), load.asks(dialect.tokens_per_word)

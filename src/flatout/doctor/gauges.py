@@ -15,12 +15,11 @@ from flatout.client.http import Endpoint, EndpointError
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{.*\})?\s+(\S+)")
 
 # our name -> theirs; several where versions differ: the first that is there counts
-RUNNING, WAITING, KV, PREEMPTIONS, CACHED, E2E_SUM, E2E_COUNT = (
+RUNNING, WAITING, KV, PREEMPTIONS, E2E_SUM, E2E_COUNT = (
     "running",
     "waiting",
     "kv_used",  # a share, 0 to 1
     "preemptions",
-    "cached_tokens",
     "e2e_seconds_sum",
     "e2e_seconds_count",
 )
@@ -29,7 +28,6 @@ VLLM = {
     WAITING: ("num_requests_waiting",),
     KV: ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
     PREEMPTIONS: ("num_preemptions_total", "num_preemptions"),
-    CACHED: ("prefix_cache_hits_total", "prefix_cache_hits", "gpu_prefix_cache_hits_total"),
     E2E_SUM: ("e2e_request_latency_seconds_sum",),
     E2E_COUNT: ("e2e_request_latency_seconds_count",),
 }
@@ -43,7 +41,6 @@ KNOWN: dict[str, tuple[str, Mapping[str, tuple[str, ...]]]] = {  # server -> pre
             WAITING: ("num_queue_reqs",),
             KV: ("token_usage",),
             PREEMPTIONS: ("num_retracted_requests_total", "num_retracted_reqs"),
-            CACHED: ("cached_tokens_total",),
             E2E_SUM: ("e2e_request_latency_seconds_sum",),
             E2E_COUNT: ("e2e_request_latency_seconds_count",),
         },

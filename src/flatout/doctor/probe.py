@@ -16,7 +16,7 @@ from typing import Any
 
 from flatout.client.completions import Answer, Dialect, complete, learn
 from flatout.client.http import Endpoint, EndpointError, Reader
-from flatout.client.load import Figures, Load, run, sized, words
+from flatout.client.load import Figures, Load, run_load, sized, words
 from flatout.doctor.gauges import E2E_COUNT, E2E_SUM, PREEMPTIONS, Server, chosen_model, gauges, identify, metrics
 
 STREAMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -298,7 +298,7 @@ class _Experiments:
         peek = loop.create_task(self._peek(found.points[-1].seconds / 2 if found.points else 0.0))
         begin, cpu = loop.time(), self.cpu()
         try:
-            answers = await run(self.endpoint, found.dialect, load)
+            answers = await run_load(self.endpoint, found.dialect, load)
         finally:
             too_late = peek.cancel()
         seconds = loop.time() - begin

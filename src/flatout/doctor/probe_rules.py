@@ -188,6 +188,8 @@ def _slots(probe: Probe) -> Verdict | None:
         evidence.append(_number("the server says", top.peak[RUNNING], "requests", shown))
     if pool and kv is not None:
         evidence.append(_number("KV cache in use", kv, "", f"{kv:.0%}"))
+    if probe.server.slots:
+        evidence.append(_number("slots, as the server says", probe.server.slots, ""))
     grows = top.streams / inside if at.rate > 1.5 * one.rate else 1.0
     return Verdict(
         "slots",
@@ -307,7 +309,10 @@ def _state(probe: Probe, nothing_wrong: bool) -> Verdict:
     one, best = probe.one, max(probe.whole or probe.points, key=lambda p: p.rate)
     assert one is not None
     gain = best.rate / one.rate if one.rate else 1.0
-    evidence = (_rate(one), _rate(best), *_latencies(one, best))
+    evidence = (_rate(one), *([_rate(best)] if best is not one else []), *_latencies(one, best))
+    if probe.server.model_bytes:
+        read = probe.server.model_bytes * one.rate
+        evidence += (_number("weights read for one stream", read, "B/s", f"{read / 1e9:.3g} GB/s"),)
     good = "Nothing is wrong that can be seen: " if nothing_wrong else ""
     if len(probe.whole) < 2 or best.streams < STREAMS:
         return Verdict("not loaded", f"{good}one stream gets {one.rate:,.0f} tok/s.", evidence, "more --seconds", healthy=nothing_wrong)
