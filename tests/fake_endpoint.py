@@ -133,6 +133,7 @@ class Fake:
             "num_requests_running": len(self.running),
             "num_requests_waiting": len(self.waiting),
             "kv_cache_usage_perc": 0.1,
+            "of_floor": 0.8,
             "num_preemptions_total": 0,
             "e2e_request_latency_seconds_sum": self.counted[0],
             "e2e_request_latency_seconds_count": self.counted[1],

@@ -116,6 +116,18 @@ def test_a_model_whose_size_is_known_tells_the_bandwidth_it_takes():
     assert evidence(verdict, "weights read for one stream") == pytest.approx(100e6 / 0.0106, rel=0.02)
 
 
+def test_our_own_server_says_how_near_its_floor_it_is():
+    (verdict,) = judge(probed(Fake(metrics="flatout:")))
+    assert evidence(verdict, "floor of its steps, as it says") == 0.8
+    assert not any("fixed cost" in thing for thing in verdict.unseen)
+
+
+def test_too_little_seen_is_no_clean_bill():
+    (verdict,) = judge(probed(Fake(prefill=1e12, chunk=None), most_streams=2))
+    assert verdict.constraint == "not loaded" and not verdict.healthy
+    assert "Too little was seen" in verdict.sentence
+
+
 def test_a_busy_client_is_named_before_the_server():
     clock = iter(range(0, 1 << 30, 100))  # a hundred seconds of CPU time at each look
     (verdict, *_) = judge(probed(Fake(), cpu=lambda: float(next(clock))))
@@ -163,7 +175,7 @@ PAGES = {
     "SGLang": "# HELP sglang:num_running_reqs x\nsglang:num_running_reqs 4\nsglang:token_usage 0.5\n",
     "TGI": "tgi_batch_current_size 4\ntgi_queue_size NaN\n",
     "llama.cpp": "llamacpp:requests_processing 4\nllamacpp:kv_cache_usage_ratio 5e-1 1700000000\n",
-    "flatout": "vllm:num_requests_running 9\nflatout:num_requests_running 4\nvllm:kv_cache_usage_perc 0.5\n",
+    "flatout": 'vllm:num_requests_running 9\nflatout:num_requests_running 4\nflatout:of_floor{window="10s"} 0.8\n',
 }
 
 
@@ -175,6 +187,7 @@ def test_metrics_of_each_server(kind):
     assert values[gauges.RUNNING] == 4
     assert values.get(gauges.KV, 0.5) == 0.5
     assert gauges.WAITING not in values, "not a number, or not there"
+    assert values.get(gauges.FLOOR) == (0.8 if kind == "flatout" else None)
 
 
 def test_metrics_of_somebody_else():

@@ -15,14 +15,10 @@ from flatout.client.http import Endpoint, EndpointError
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{.*\})?\s+(\S+)")
 
 # our name -> theirs; several where versions differ: the first that is there counts
-RUNNING, WAITING, KV, PREEMPTIONS, E2E_SUM, E2E_COUNT = (
-    "running",
-    "waiting",
-    "kv_used",  # a share, 0 to 1
-    "preemptions",
-    "e2e_seconds_sum",
-    "e2e_seconds_count",
-)
+RUNNING, WAITING, PREEMPTIONS = "running", "waiting", "preemptions"
+E2E_SUM, E2E_COUNT = "e2e_seconds_sum", "e2e_seconds_count"
+KV = "kv_used"  # a share, 0 to 1
+FLOOR = "of_floor"  # the floor of its steps as a share of their time, now; ours alone says that
 VLLM = {
     RUNNING: ("num_requests_running",),
     WAITING: ("num_requests_waiting",),
@@ -32,7 +28,7 @@ VLLM = {
     E2E_COUNT: ("e2e_request_latency_seconds_count",),
 }
 KNOWN: dict[str, tuple[str, Mapping[str, tuple[str, ...]]]] = {  # server -> prefix of its metrics, their names
-    "flatout": ("flatout:", VLLM),
+    "flatout": ("flatout:", {**VLLM, FLOOR: ("of_floor",)}),
     "vLLM": ("vllm:", VLLM),
     "SGLang": (
         "sglang:",
@@ -100,13 +96,11 @@ def kind_of(metrics: Mapping[str, float]) -> str | None:
 def gauges(metrics: Mapping[str, float]) -> dict[str, float]:
     """A reading of /metrics by our names; a name is missing where the server has no such metric, all are where it is nobody's we know."""
     kind = kind_of(metrics)
-    tables = [KNOWN[k] for k in ((kind, "vLLM") if kind == "flatout" else (kind,)) if k]
-    values: dict[str, float] = {}
-    for prefix, names in tables:
-        for ours, theirs in names.items():
-            if ours not in values and (name := next((prefix + t for t in theirs if prefix + t in metrics), None)):
-                values[ours] = metrics[name]
-    return values
+    if kind is None:
+        return {}
+    prefix, names = KNOWN[kind]
+    found = {ours: next((prefix + t for t in theirs if prefix + t in metrics), None) for ours, theirs in names.items()}
+    return {ours: metrics[name] for ours, name in found.items() if name is not None}
 
 
 async def metrics(endpoint: Endpoint) -> dict[str, float]:

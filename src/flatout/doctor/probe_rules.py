@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 
-from flatout.doctor.gauges import KV, RUNNING, WAITING
+from flatout.doctor.gauges import FLOOR, KV, RUNNING, WAITING
 from flatout.doctor.probe import Point, Probe
 from flatout.ledger.verdict import Evidence, Verdict
 
@@ -313,9 +313,12 @@ def _state(probe: Probe, nothing_wrong: bool) -> Verdict:
     if probe.server.model_bytes:
         read = probe.server.model_bytes * one.rate
         evidence += (_number("weights read for one stream", read, "B/s", f"{read / 1e9:.3g} GB/s"),)
+    if FLOOR in best.peak:
+        evidence += (_number("floor of its steps, as it says", best.peak[FLOOR], "", f"{best.peak[FLOOR]:.0%} of their time"),)
     good = "Nothing is wrong that can be seen: " if nothing_wrong else ""
     if len(probe.whole) < 2 or best.streams < STREAMS:
-        return Verdict("not loaded", f"{good}one stream gets {one.rate:,.0f} tok/s.", evidence, "more --seconds", healthy=nothing_wrong)
+        said = f"Too little was seen to judge its throughput: one stream gets {one.rate:,.0f} tok/s."
+        return Verdict("not loaded", said, evidence, "give it more --seconds and --max-streams", "a verdict")
     last, before = probe.whole[-1], probe.whole[-2]
     growth = last.rate / before.rate if before.rate else 1.0
     if growth >= LINEAR:
@@ -356,7 +359,8 @@ def _blind(probe: Probe) -> list[str]:
     blind = []
     if others := probe.before.get(RUNNING):
         blind.append(f"what the server gives without others: {others:.0f} requests of somebody else's ran when the probe began")
-    blind += ["whether a step's fixed cost is weights read or the host's work: that takes the server's own clocks"]
+    if FLOOR not in probe.after:
+        blind.append("whether a step's fixed cost is weights read or the host's work: that takes the server's own clocks")
     if probe.repeat is not None and not probe.repeat.cached and not _telling(probe):
         blind.append(f"the prefix cache: a prompt of {probe.repeat.tokens:,} tokens takes hardly longer than a short one")
     if probe.interference is not None and not probe.interference.streams:

@@ -1,1 +1,1 @@
-"""Where time went, and what to do about it. No torch."""
+"""Where time went, without torch."""
