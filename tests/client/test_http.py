@@ -114,6 +114,12 @@ def test_connections_are_kept_and_a_dead_one_is_replaced():
     assert all("Authorization: Bearer secret\r\n" in head for head in heads)
 
 
+def test_a_server_that_quotes_the_key_is_not_quoted():
+    body = b'{"error": {"message": "wrong key: secret"}}'
+    reply = exchange(b"HTTP/1.1 401 No\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:35], 1, body[35:])
+    assert reply.complaint == "wrong key: (the key)"
+
+
 @pytest.mark.parametrize(
     ("pieces", "kind"),
     [

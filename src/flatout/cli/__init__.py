@@ -62,8 +62,10 @@ def _run(arguments: list[str]) -> int:
         return 0
     if rest and f"{verb} {rest[0]}" in VERBS:
         verb, rest = f"{verb} {rest[0]}", rest[1:]
+    inner = [v for v in VERBS if v.startswith(f"{verb} ")]
+    if verb in VERBS and inner and rest and not rest[0].startswith("-"):
+        raise UsageError(f"{verb} {rest[0]}: no such verb{nearest(f'{verb} {rest[0]}', inner)}; say {verb} --url URL, {' or '.join(inner)}")
     if verb not in VERBS:
-        inner = [v for v in VERBS if v.startswith(f"{verb} ")]
         raise UsageError(
             f"{verb}: say {' or '.join(inner)}" if inner else f"{verb!r} is not a verb{nearest(verb, VERBS)}; see flatout --help"
         )

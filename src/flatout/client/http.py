@@ -85,6 +85,7 @@ class Endpoint:
         self.root = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self.root}"
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._key = (api_key or "").encode()
         bearer = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._head = f"Host: {parts.netloc.rpartition('@')[2]}\r\nAccept: */*\r\nUser-Agent: flatout\r\n{bearer}"
         self._idle: list[_Connection] = []
@@ -120,6 +121,8 @@ class Endpoint:
                             connection.abort()
         except TimeoutError:
             raise EndpointError("timeout", f"{self.url}{path}: no answer within {timeout:g} s") from None
+        if self._key and reply.status >= 400:  # some servers quote the key that they refuse
+            reply.pieces = [(reply.sent, reply.body.replace(self._key, b"(the key)"))]
         return reply
 
     async def connect_seconds(self) -> float:

@@ -39,7 +39,13 @@ SLOW_PREFILL = 8.0
 STREAMS = 4  # a sweep that ended under so many tells nothing of batching
 
 FLAGS = {  # constraint -> server -> its flag
-    "slots": {"llama.cpp": "-np N (and -c N times as large)", "TGI": "--max-concurrent-requests and --max-batch-size"},
+    "slots": {
+        "llama.cpp": "-np N (and -c N times as large)",
+        "SGLang": "--max-running-requests N",
+        "TGI": "--max-concurrent-requests and --max-batch-size",
+        "vLLM": "--max-num-seqs N",
+        "flatout": "--max-num-seqs N",
+    },
     "chunks": {
         "llama.cpp": "-b 256 -ub 256",
         "SGLang": "--chunked-prefill-size 256",
@@ -47,8 +53,8 @@ FLAGS = {  # constraint -> server -> its flag
     },
     "cache": {
         "vLLM": "--enable-prefix-caching",
-        "SGLang": "no --disable-radix-cache",
-        "TGI": "PREFIX_CACHING=1",
+        "SGLang": "start without --disable-radix-cache",
+        "TGI": "TGI 3, which has it by default",
         "llama.cpp": '"cache_prompt": true in requests, and no --no-cache-prompt',
         "flatout": "--enable-prefix-caching",
     },
