@@ -12,7 +12,7 @@ def probed(port: int) -> Probe:
     async def work() -> Probe:
         endpoint = Endpoint(f"http://127.0.0.1:{port}/v1")
         try:
-            return await probe(endpoint, seconds=10.0, most_streams=8)
+            return await probe(endpoint, seconds=15.0, most_streams=8)
         finally:
             endpoint.close()
 
