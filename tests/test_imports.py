@@ -47,6 +47,7 @@ EXTRAS = {
     "server": {"msgspec", "zmq", "starlette", "uvicorn"},
     "modelfile": {"huggingface_hub"},
     "llm": {"rich"},  # the progress bar, where it is installed
+    "cli": {"rich"},  # tables and plots, where it is installed
     "bench": {"transformers", "llama_cpp"},
 }
 
@@ -146,6 +147,8 @@ LIGHT = {
     "flatout": {"torch", "numpy", "transformers", "tokenizers", "jinja2", "starlette", "zmq"},
     "flatout.cli": {"torch", "transformers", "tokenizers", "starlette", "zmq", "rich"},
     "flatout.cli.doctor.hardware": {"torch", "numpy"},
+    "flatout.cli.doctor.url": {"torch", "numpy", "rich"},
+    "flatout.doctor.probe_rules": {"torch", "numpy", "rich"},
     "flatout.cli.doctor.selfcheck": {"torch", "numpy", "tokenizers"},
     "flatout.llm": {"transformers", "starlette", "uvicorn", "zmq", "msgspec", "huggingface_hub", "rich"},
     "flatout.server.app": {"torch", "transformers"},

@@ -1,5 +1,6 @@
 """Engines in turns, and flatout bench compare-cpu: medians and ratios by hand, processes that end, the whole of it where llama.cpp is."""
 
+import asyncio
 import http.server
 import json
 import os
@@ -145,19 +146,20 @@ def test_a_server_that_stops_early_is_not_compared():
     class Brief(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
 
         def do_POST(self):
             self.do_GET()
-            self.wfile.write(b'data: {"usage": {"completion_tokens": 2}}\n\ndata: [DONE]\n\n')
+            self.wfile.write(b'data: {"choices": [{"text": "a b"}], "usage": {"completion_tokens": 2}}\n\ndata: [DONE]\n\n')
 
         def log_message(self, *args):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Brief) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(RuntimeError, match=r"answered 200 with \[2\] of 3 tokens"):
-            serving._complete(server.server_port, [1, 2], 3)
+        with pytest.raises(RuntimeError, match="answered 2 tokens, 3 were asked for"):
+            asyncio.run(serving._clients(server.server_port, [[1, 2]], 3))
         server.shutdown()
     with pytest.raises(RuntimeError, match="not ready: no such model"):
         served(SMALL, {"broken": lambda port: program("raise SystemExit('no such model')")}, 1, 100)

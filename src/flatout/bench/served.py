@@ -1,20 +1,18 @@
 """Two HTTP servers under the same streaming clients, turn by turn: flatout's own and llama.cpp's (llama-server, a binary of the user's); and the same
 requests given to the engine without HTTP, which tells what share of the throughput the server takes.
 
-Output tokens per second over all clients. The clients read and check, and do nothing else. Called by compare_cpu.py.
+Output tokens per second over all clients. The clients are client/'s: they note when each piece comes, and read it afterwards. Called by compare_cpu.py.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
+import asyncio
 import random
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -22,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from flatout.bench.llamacpp import chosen_flash_attn
 from flatout.bench.processes import program, started
 from flatout.bench.turns import OURS, Case
+from flatout.client.completions import Dialect, complete
+from flatout.client.http import Endpoint, EndpointError
 from flatout.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -92,10 +92,7 @@ def served(
         for _ in range(repeats + 1):
             prompts = [[rng.randrange(10, vocab_size) for _ in range(case.prompt)] for _ in range(case.batch)]
             for name, port in ports.items():
-                begin = time.perf_counter()
-                with ThreadPoolExecutor(case.batch) as clients:
-                    list(clients.map(lambda prompt, port=port: _complete(port, prompt, case.new), prompts))
-                rates[name].append(case.batch * case.new / (time.perf_counter() - begin))
+                rates[name].append(asyncio.run(_clients(port, prompts, case.new)))
             if alone is not None:
                 begin = time.perf_counter()
                 alone(prompts, case.new)
@@ -111,7 +108,7 @@ def _running(command: Command) -> Iterator[int]:
         port = free.getsockname()[1]
     with tempfile.TemporaryFile("w+") as words, started(command(port), stdout=words, stderr=subprocess.STDOUT) as process:
         until = time.monotonic() + PATIENCE
-        while not _healthy(port):
+        while not asyncio.run(_healthy(Endpoint(f"http://127.0.0.1:{port}"))):
             if process.poll() is not None or time.monotonic() > until:
                 words.seek(0)
                 raise RuntimeError(f"{command(port)[0]}: the server is not ready: {''.join(words.readlines()[-1:]).strip()}")
@@ -119,36 +116,24 @@ def _running(command: Command) -> Iterator[int]:
         yield port
 
 
-def _healthy(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+async def _healthy(endpoint: Endpoint) -> bool:
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
+        return (await endpoint.get("/health")).status == 200
+    except EndpointError:
         return False
     finally:
-        connection.close()
+        endpoint.close()
 
 
-def _complete(port: int, prompt: list[int], new: int) -> None:
-    """One streamed completion. RuntimeError: not `new` tokens."""
-    body = {
-        "model": NAME,
-        "prompt": prompt,
-        "max_tokens": new,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        text = response.read().decode()
-    finally:
-        connection.close()
-    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    written = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
-    if response.status != 200 or written[-1:] != [new]:
-        raise RuntimeError(f"a server answered {response.status} with {written[-1:] or text[:200]} of {new} tokens; nothing to compare")
+async def _clients(port: int, prompts: list[list[int]], new: int) -> float:
+    """Output tokens per second of one streamed completion of each prompt, all at once. RuntimeError: one is not `new` tokens."""
+    endpoint, loop = Endpoint(f"http://127.0.0.1:{port}"), asyncio.get_running_loop()
+    begin = loop.time()
+    answers = await asyncio.gather(*(complete(endpoint, Dialect(NAME), prompt, new) for prompt in prompts))
+    seconds = loop.time() - begin
+    endpoint.close()
+    for answer in answers:
+        if answer.error or answer.tokens != new:
+            got = f"{answer.error}: {answer.message}" if answer.error else f"{answer.tokens} tokens"
+            raise RuntimeError(f"a server answered {got}, {new} were asked for; nothing to compare")
+    return len(prompts) * new / seconds

@@ -20,10 +20,12 @@ VERBS = {  # verb -> (module with configure() and run(), what follows it, what i
     "chat": ("flatout.cli.chat", "[MODEL]", "talk with a model in the terminal"),
     "serve": ("flatout.cli.serve", "[MODEL]", "an OpenAI-compatible HTTP server"),
     "tune": ("flatout.cli.tune", "[MODEL]", "choose a GPU's matrix products by whole steps, once"),
+    "doctor": ("flatout.cli.doctor.url", "--url URL", "what limits a running server, anybody's"),
     "doctor hardware": ("flatout.cli.doctor.hardware", "", "what this machine is, and gives when measured"),
     "doctor selfcheck": ("flatout.cli.doctor.selfcheck", "[MODEL]", "hold a model's fast arithmetic against float32"),
     "pull": ("flatout.cli.pull", "[MODEL]", "download a model into the cache"),
     "bench offline": ("flatout.bench.offline", "", "time fixed work on this machine"),
+    "bench load": ("flatout.bench.load", "--url URL", "put a load on a running server, anybody's"),
     "bench compare": ("flatout.bench.compare", "", "time the same work here and in Transformers"),
     "bench compare-cpu": ("flatout.bench.compare_cpu", "", "time the same GGUF file here and in llama.cpp"),
 }
@@ -58,10 +60,12 @@ def _run(arguments: list[str]) -> int:
     if verb == "--version":
         print(f"flatout {__version__}")
         return 0
-    if verb not in VERBS and rest and f"{verb} {rest[0]}" in VERBS:
+    if rest and f"{verb} {rest[0]}" in VERBS:
         verb, rest = f"{verb} {rest[0]}", rest[1:]
+    inner = [v for v in VERBS if v.startswith(f"{verb} ")]
+    if verb in VERBS and inner and rest and not rest[0].startswith("-"):
+        raise UsageError(f"{verb} {rest[0]}: no such verb{nearest(f'{verb} {rest[0]}', inner)}; say {verb} --url URL, {' or '.join(inner)}")
     if verb not in VERBS:
-        inner = [v for v in VERBS if v.startswith(f"{verb} ")]
         raise UsageError(
             f"{verb}: say {' or '.join(inner)}" if inner else f"{verb!r} is not a verb{nearest(verb, VERBS)}; see flatout --help"
         )

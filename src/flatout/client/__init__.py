@@ -1,0 +1,1 @@
+"""A client of any OpenAI-compatible endpoint. Knows nothing of the engine behind it."""
