@@ -178,6 +178,7 @@ def _call(
         shape = " + ".join("x".join(map(str, s)) for _, s in wide)
     else:
         shape = "x".join(map(str, args[op.out_indices[0]].shape[1:]))
+    nothing = Terms()
     made = OpCost(
         name=op.name,
         part=_part(op, [name for name, _ in wide or known]),
@@ -186,10 +187,13 @@ def _call(
         rows=kind,
         group=-1 if work is None else work.block_size,
         dtype=dtype,
-        **dict.fromkeys(KINDS, Terms()),
+        weights=nothing,
+        kv=nothing,
+        activations=nothing,
+        flops=nothing,
     )
-    fits = {cost_kind: _terms(made, cost_kind, samples, experts) for cost_kind in KINDS}
-    return replace(made, **fits)
+    weights, kv, activations, flops = (_terms(made, cost_kind, samples, experts) for cost_kind in KINDS)
+    return replace(made, weights=weights, kv=kv, activations=activations, flops=flops)
 
 
 def _part(op: Op, names: list[str]) -> str:
