@@ -61,5 +61,9 @@ class Head:
             finish_logits(logits, raw, self.scale, self.softcap)
         return logits
 
+    def buffer_bytes(self) -> int:
+        """Of the rows it works on, logits above all."""
+        return self._workspace.nbytes
+
     def destinations(self) -> dict[str, Destination]:
         return under("norm", self.norm.destinations()) | under("head", self.projection.destinations())

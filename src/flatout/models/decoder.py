@@ -123,6 +123,10 @@ class Decoder:
         twice = destinations["embed.weight"].tensor.nbytes if self.spec.tie_embeddings and "head.weight" in destinations else 0
         return sum(d.tensor.nbytes for d in destinations.values()) - twice
 
+    def buffer_bytes(self) -> int:
+        """Bytes beside the parameters and the KV cache: what a forward of max_tokens and max_logits works on, and the tables of the ropes."""
+        return self._workspace.nbytes + self._picked.nbytes + self.head.buffer_bytes() + sum(rope.table.nbytes for rope in self.ropes)
+
 
 class Layer:
     """Attention and feed-forward, each with a norm before it, after it, or both."""
