@@ -52,6 +52,7 @@ class Engine:
         built = build(self.config, self.source, self.spec, hardware)
         self.runner = built.runner
         self.weight_bytes = built.weight_bytes
+        self.costs = built.costs
         self.scheduler = Scheduler(
             num_blocks=built.num_blocks,
             block_size=cache.block_size,

@@ -102,6 +102,14 @@ def _cpu_quotas(root: Path) -> Iterator[tuple[str, str]]:
             yield quota, period
 
 
+def last_cache_bytes(root: Path = Path("/")) -> int:
+    """Size of the largest cache that the first of this process's cores may use; 0 where the system does not tell."""
+    first = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    sizes = [_text(place / "size") for place in (root / f"sys/devices/system/cpu/cpu{first}/cache").glob("index*")]
+    units = {"K": 1 << 10, "M": 1 << 20}
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[:-1].isdigit() and size[-1] in units), default=0)
+
+
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes of RAM that this process can still take without swapping: the system's, or less where a cgroup allows less."""
     rooms = [int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
@@ -194,14 +202,17 @@ def ceilings(hardware: Hardware, refresh: bool = False) -> Ceilings:
     """
     import torch
 
-    path = cache_dir() / "hardware.json"
-    key = f"{hardware.fingerprint()} torch {torch.__version__}"
-    before = _entry(_kept(path).get(key))
+    before = kept_ceilings(hardware, torch.__version__)
     if before is not None and not refresh and (before.read[-1].settled or time.time() - before.measured < RETRY_SECONDS):
         return before
     best = measure(hardware) if before is None else _best(before, measure(hardware))
-    _keep(path, key, asdict(best), "bandwidth")
+    _keep(cache_dir() / "hardware.json", f"{hardware.fingerprint()} torch {torch.__version__}", asdict(best), "bandwidth")
     return best
+
+
+def kept_ceilings(hardware: Hardware, torch_version: str) -> Ceilings | None:
+    """What ceilings() kept for this machine; None where nothing was measured yet."""
+    return _entry(_kept(cache_dir() / "hardware.json").get(f"{hardware.fingerprint()} torch {torch_version}"))
 
 
 @dataclass(frozen=True)

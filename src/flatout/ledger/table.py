@@ -202,8 +202,8 @@ class Roof:
     measured: bool = True
 
     def bandwidth(self, working_set: int) -> float:
-        """Bytes/s of reading so many bytes over and over."""
-        return next((rate for size, rate in self.read if size >= working_set), self.read[-1][1])
+        """Bytes/s of reading so many bytes over and over; infinite where nothing is known."""
+        return next((rate for size, rate in self.read if size >= working_set), self.read[-1][1] if self.read else math.inf)
 
     def rate(self, dtype: str) -> float:
         """FLOP/s; of a type that is not known here the most of any, so that a floor stays one; 0: none is known."""

@@ -41,12 +41,14 @@ class Decoder:
         max_model_len: int,
         invariant: bool = False,
         packed: Mapping[str, int] | None = None,
+        runs_on: str = "",
     ):
         """Weights and buffers are allocated, not filled.
 
         max_tokens: most tokens of one forward(). max_logits: most rows of one logits(). max_model_len: positions of the rope tables; the
         spec's ropes have their lengths fixed for it (ModelSpec.for_length). invariant: on CUDA a row's products have the same bits whatever
         rows are beside it. packed: bits of the projections that are kept packed, by their names in destinations(), "layers.0.attn.qkv".
+        runs_on: the type of device that one on meta tensors stands for.
         """
         self.spec = spec
         self.max_logits = max_logits
@@ -63,7 +65,7 @@ class Decoder:
         self.layers = [
             Layer(spec, i, schemes, plain, groups[i], self.ropes, workspace, dtype=dtype, device=device) for i in range(spec.num_layers)
         ]
-        self.head = Head(spec, self.embed, schemes("head"), max_logits, dtype=dtype, device=device)
+        self.head = Head(spec, self.embed, schemes("head"), max_logits, runs_on or device.type, dtype=dtype, device=device)
         self._stream = workspace.rows("stream", spec.hidden_size)
         self._picked = Picked(max_logits, spec.hidden_size, spec.q_size, dtype=dtype, device=device)
 
