@@ -1,7 +1,7 @@
 """Clocks of one step: what the forward, the sampler and single ops took, on the CPU's own clock or by events on a CUDA device.
 
-On the CPU every step is timed, as reading the clock takes 40 ns: a program as a whole, loose ops one by one. A deep step tells the ops of a program
-apart too; on CUDA it runs op by op with an event behind each, so it is for whoever asks. Called by runner.py.
+On the CPU every step is timed, as reading the clock takes 40 ns: a program as a whole, loose ops one by one. A deep step tells its ops apart; on CUDA
+it runs op by op with an event behind each, so there it is for whoever asks. Called by runner.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class StepClock:
         self.sample_s += time.perf_counter() - begin
 
     def per_op(self) -> list[tuple[str, float]] | None:
-        return self.ops or None
+        """Of a deep step, once it is done: each op's name and seconds, in order."""
+        return self.ops if self.deep else None
 
 
 class CudaClock(StepClock):
@@ -93,6 +94,5 @@ class CudaClock(StepClock):
         yield
 
     def per_op(self) -> list[tuple[str, float]] | None:
-        """Once the step is done."""
         pairs = zip(self._events, self._events[1:])
         return [(name, before.elapsed_time(event) / 1e3) for (_, before), (name, event) in pairs] or None

@@ -51,7 +51,8 @@ class Timed:
 
 
 Handle = Callable[[], Timed]  # blocks until the step is done
-DEEP_EVERY = 64  # steps on the CPU, where telling a program's ops apart takes 0.1 us for each
+# steps on the CPU of which one tells its ops apart, which takes 0.1 us for each: of decodes alone, and of those that take longer
+DEEP_EVERY, DEEP_CHUNKS = 64, 8
 
 
 class Runner:
@@ -68,7 +69,7 @@ class Runner:
         # of captured steps: where their ids go on the host, in turn, and which is next
         self._results = [torch.empty(max_slots, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(RING)]
         self._turn = 0
-        self.deep_steps = 0  # how many from now on are to tell their ops apart; on the CPU every DEEP_EVERYth does in any case
+        self.deep_steps = 0  # how many from now on are to tell their ops apart; on the CPU some do in any case
         self._launched = 0
         self._clock: StepClock = StepClock()  # of the step that is being executed, and
         self._step: CapturedStep | None = None  # the captured one that holds it
@@ -85,7 +86,8 @@ class Runner:
         deep = self.deep_steps > 0
         self.deep_steps -= deep
         if self._thread is not None:
-            clock = StepClock(deep or self._launched % DEEP_EVERY == 0)
+            every = DEEP_EVERY if plan.num_tokens == len(plan.slots) else DEEP_CHUNKS
+            clock = StepClock(deep or self._launched % every == 0)
             future: Future[Timed] = self._thread.submit(self._run_on_cpu, plan, clock, time.perf_counter())
             return future.result
         return self._launch_on_cuda(plan, CudaClock(deep))
