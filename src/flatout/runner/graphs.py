@@ -75,6 +75,10 @@ class CapturedStep:
     shared: ForwardBatch | None = None  # what that works on, which must stay where it is
 
 
+def _plainly(forward: Callable[[], object]) -> None:
+    forward()
+
+
 class DecodeGraphs:
     """Static buffers, the same for every size, and the graphs over them."""
 
@@ -151,12 +155,11 @@ class DecodeGraphs:
         host = self._next()
         return host[: self._stage(step.size, plan, host, depth)]
 
-    def run(self, step: CapturedStep, staged: Tensor) -> None:
-        """Queue the forward of what stage() returned."""
+    def run(self, step: CapturedStep, staged: Tensor, by: Callable[[Callable[[], object]], object] = _plainly) -> None:
+        """Queue the forward of what stage() returned; `by` calls it."""
         if len(self._host) > 1:
             self._staged[: staged.shape[0]].copy_(staged, non_blocking=True)
-        forward = step.cascade if step.cascade is not None and staged[0] >= 0 else step.forward
-        forward()
+        by(step.cascade if step.cascade is not None and staged[0] >= 0 else step.forward)
 
     def _capture_cascade(self, step: CapturedStep) -> None:
         """In the midst of serving: steps before it may be under way, and this one waits for it, some 20 ms. Groups are found from the tables as
