@@ -9,13 +9,14 @@ import transformers
 from flatout import LLM, SamplingParams
 from flatout.config import ModelConfig
 from flatout.kernels import native
-from flatout.kernels.op import Cost, recording
+from flatout.kernels.op import Cost
 from flatout.ledger.roofs import DATA_SHEETS, data_sheet
 from flatout.ledger.table import CostTable, OpBytes, Roof, StepShape, shape_of
 from flatout.modelfile.hf_spec import spec_from_hf
 from flatout.modelfile.sources import resolve_model
 from flatout.modelfile.spec import ModelSpec
 from flatout.models.load import kept_packed
+from flatout.runner.clock import StepClock
 from flatout.runner.costs import cost_table
 
 NOWHERE = Roof("nowhere", ())
@@ -52,23 +53,30 @@ def config_folder(family: str, tmp_path, **overrides):
     return tmp_path
 
 
+CHOICE = ("greedy", "remember")  # the sampler's, after the logits
 ARCHITECTURES = {"gemma3": "Gemma3ForCausalLM"}
 
 
-def recorded_steps(llm: LLM) -> list[tuple[StepShape, Cost, list[str]]]:
-    """Shape, cost and ops of each step of a few requests whose prompts go in chunks beside decoding."""
+def recorded_steps(llm: LLM, monkeypatch) -> list[tuple[StepShape, Cost, list[str]]]:
+    """Shape of each step of a few requests whose prompts go in chunks beside decoding, with the ops up to its logits and their cost."""
+    calls, record = [], StepClock.record
+
+    def watched(self, op, args):
+        calls.append((op.name, op.cost(*args)))
+        record(self, op, args)
+
+    monkeypatch.setattr(StepClock, "record", watched)
     runner, steps = llm.engine.runner, []
-    run = runner._run
+    launch = runner.launch
 
-    def watched(plan, begins):
-        with recording() as recorder:
-            result = run(plan, begins)
+    def launched(plan):
+        timed = launch(plan)()  # so that the calls are this plan's
         shape = shape_of(plan.starts, plan.counts, plan.samples, llm.engine.costs.windows)
-        entries = [entry for entry in recorder.entries if entry.op != "clean_logits"]  # the sampler's, of steps that are not captured
-        steps.append((shape, sum((e.cost for e in entries), Cost()), [e.op for e in entries]))
-        return result
+        steps.append((shape, sum((cost for _, cost in calls), Cost()), [name for name, _ in calls]))
+        calls.clear()
+        return lambda: timed
 
-    runner._run = watched
+    runner.launch = launched
     prompts = [[5 + i] * n for i, n in enumerate((45, 1, 3, 30))]
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True), use_tqdm=False)
     return steps
@@ -76,7 +84,7 @@ def recorded_steps(llm: LLM) -> list[tuple[StepShape, Cost, list[str]]]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
-def test_a_table_costs_steps_as_their_ops_do(family, way, tmp_path):
+def test_a_table_costs_steps_as_their_ops_do(family, way, tmp_path, monkeypatch):
     if way != "float32" and way != "bfloat16" and not native.available():
         pytest.skip("needs the native library")
     folder = config_folder(family, tmp_path)
@@ -87,13 +95,15 @@ def test_a_table_costs_steps_as_their_ops_do(family, way, tmp_path):
         assert way == "narrow KV" and "--kv-cache-dtype" in str(refused)  # heads that the library does not attend
         pytest.skip(str(refused))
     with llm:
-        steps, table = recorded_steps(llm), llm.engine.costs
+        steps, table = recorded_steps(llm, monkeypatch), llm.engine.costs
     assert {shape.sampled == shape.tokens for shape, *_ in steps} == {True, False}
     assert any(shape.sampled == 0 for shape, *_ in steps)
     for shape, cost, ops in steps:
-        assert ops == [table.ops[i].name for i in table.sequence if shape.rows(table.ops[i].rows)]
-        assert len(ops) == table.calls(shape)
-        assert table.cost(shape) == OpBytes(cost.weights, cost.kv, cost.activations, cost.flops)
+        calls = [table.ops[i] for i in table.sequence if shape.rows(table.ops[i].rows)]
+        assert len(calls) == table.calls(shape)
+        assert ops == [op.name for op in calls if op.name not in CHOICE]
+        choice = sum((op.cost(shape) for op in calls if op.name in CHOICE), OpBytes())
+        assert table.cost(shape) == OpBytes(cost.weights, cost.kv, cost.activations, cost.flops) + choice
 
 
 # -- against arithmetic done by hand -----------------------------------------------------------------------------------

@@ -36,7 +36,9 @@ def run(args: Namespace) -> int:
     from flatout.plan.capacity import BATCHES, LENGTHS, PROMPTS, capacity
 
     options = paper_options(args)
-    wanted = {name: tuple(getattr(args, name, default)) for name, default in (("lengths", LENGTHS), ("batches", BATCHES), ("prompts", PROMPTS))}
+    wanted = {
+        name: tuple(getattr(args, name, default)) for name, default in (("lengths", LENGTHS), ("batches", BATCHES), ("prompts", PROMPTS))
+    }
     for name, values in wanted.items():
         if min(values) < 1:
             raise UsageError(f"--{name}: must be at least 1, got {min(values)}")
@@ -69,9 +71,14 @@ def lines(plan: Capacity) -> list[str]:
     if plan.worst_step:
         made += [part("a worst step", plan.worst_step), part("CUDA itself", plan.outside)]
     made.append(part("KV pool", plan.pool, f"{plan.pool_tokens:,} tokens of {plan.kv_token / 1024:,.1f} KiB"))
-    made.append(part("in all", plan.held + plan.worst_step + plan.outside, f"of {plan.memory / gib:.1f} GiB, {plan.usable / gib:.1f} usable"))
+    made.append(
+        part("in all", plan.held + plan.worst_step + plan.outside, f"of {plan.memory / gib:.1f} GiB, {plan.usable / gib:.1f} usable")
+    )
     if plan.short:
-        made += ["", f"it does not fit: {plan.short / gib:.2f} GiB are missing; fewer --max-num-seqs, a smaller --max-num-batched-tokens or model,"]
+        made += [
+            "",
+            f"it does not fit: {plan.short / gib:.2f} GiB are missing; fewer --max-num-seqs, a smaller --max-num-batched-tokens or model,",
+        ]
         made += ["or a larger GPU"]
         return made + [f"note: {note}" for note in plan.notes]
     made.append("")
