@@ -247,8 +247,10 @@ class CostTable:
     roof: Roof
     weight_bytes: int = 0  # held, the embedding included
     kv_bytes_token: int = 0  # of one position, all layers
-    step_s: float = 0.0  # calibrated: of a step beside its ops
-    row_s: float = 0.0  # calibrated: of each sampled row beside them
+    # measured: seconds of a step beside the ops of its forward, where it is captured and where it is not, and of each row that yields a token
+    step_s: float = 0.0
+    loose_s: float = 0.0
+    row_s: float = 0.0
 
     def cost(self, shape: StepShape) -> OpBytes:
         """Of the whole step, padding left out; shape.executed() has it."""
@@ -292,7 +294,7 @@ class CostTable:
 
     def step_seconds(self, shape: StepShape, captured: bool = False) -> float:
         """Predicted time of the whole step."""
-        return sum(self.predicted(shape, captured)) + self.step_s + self.row_s * shape.sampled
+        return sum(self.predicted(shape, captured)) + (self.step_s if captured else self.loose_s) + self.row_s * shape.sampled
 
     def calls(self, shape: StepShape) -> int:
         """Ops that such a step runs."""
