@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from flatout.config import Config, cache_dir
-from flatout.hardware import Hardware, detect, keep_entry, read_kept
-from flatout.ledger.table import CostTable, OpCost, Shares, StepShape, shape_of
+from flatout.doctor.measure import matrix_and_launch_rates
+from flatout.hardware import Hardware, ceilings, detect, keep_entry, read_kept
+from flatout.ledger.table import CostTable, OpCost, Roof, Shares, StepShape, roof_from, shape_of, shares_from
 from flatout.llm import LLM
 from flatout.request import Request, SamplingParams
 from flatout.runner.runner import Runner
@@ -45,7 +46,9 @@ class Sample:
 class Calibration:
     """Of one model in one form on one machine."""
 
+    model: str
     form: str  # of the arithmetic: see form_of()
+    roof: Roof  # that the shares are of
     shares: Mapping[str, Shares]  # by label of the op
     chunks: Mapping[str, Shares]  # of attention over chunks
     step_s: float
@@ -60,8 +63,10 @@ class Calibration:
             alike = [label for label in known if label.split()[0] == op.name]
             return known.get(op.label) or (known[min(alike, key=lambda label: _apart(label, op.label))] if alike else None)
 
-        ops = tuple(replace(op, shares=shares(op, self.shares), chunks=shares(op, self.chunks) if op.group >= 0 else None) for op in table.ops)
-        return replace(table, ops=ops, step_s=self.step_s, loose_s=self.loose_s, row_s=self.row_s)
+        ops = tuple(
+            replace(op, shares=shares(op, self.shares), chunks=shares(op, self.chunks) if op.group >= 0 else None) for op in table.ops
+        )
+        return replace(table, ops=ops, roof=self.roof, step_s=self.step_s, loose_s=self.loose_s, row_s=self.row_s)
 
 
 def _apart(a: str, b: str) -> float:
@@ -93,18 +98,19 @@ def kept_calibration(hardware: Hardware, model: str, form: str) -> Calibration |
         return None
 
     def shares(plain: Mapping[str, Any]) -> dict[str, Shares]:
-        return {label: Shares(tuple(s["rows"]), tuple(s["keys"]), tuple(map(tuple, s["share"]))) for label, s in plain.items()}
+        return {label: shares_from(each) for label, each in plain.items()}
 
     try:
-        return Calibration(**{**found, "shares": shares(found["shares"]), "chunks": shares(found["chunks"])})
+        read = {"roof": roof_from(found["roof"]), "shares": shares(found["shares"]), "chunks": shares(found["chunks"])}
+        return Calibration(**{**found, **read})
     except (KeyError, TypeError):
         return None  # another version's: measured anew
 
 
-def keep(hardware: Hardware, model: str, calibration: Calibration) -> None:
+def keep(hardware: Hardware, calibration: Calibration) -> None:
     path = cache_dir() / "calibration.json"
     machine = _machine(hardware)
-    entries = {**read_kept(path).get(machine, {}), f"{model}: {calibration.form}": asdict(calibration)}
+    entries = {**read_kept(path).get(machine, {}), f"{calibration.model}: {calibration.form}": asdict(calibration)}
     keep_entry(path, machine, entries, "calibration")
 
 
@@ -114,10 +120,13 @@ def _machine(hardware: Hardware) -> str:
 
 def calibrate(options: Mapping[str, Any]) -> tuple[Calibration, list[Sample]]:
     """Load the model (Config's options by flat name), measure, keep. The steps themselves come along for checking."""
+    hardware = detect(options.get("device", "auto"))
+    ceilings(hardware)  # measured where they were not: shares are of them
+    matrix_and_launch_rates(hardware)
     with LLM(**options) as llm:
         samples = list(measure(llm))
         calibration = fitted(llm.engine.costs, samples, form_of(llm.config))
-        keep(detect(llm.config.device.device), llm.engine.costs.model, calibration)
+        keep(hardware, calibration)
     return calibration, samples
 
 
@@ -216,7 +225,11 @@ def fitted(table: CostTable, samples: Sequence[Sample], form: str) -> Calibratio
     step_s, row_s = _line([(n, rest) for n, captured, rest in beside if captured])
     loose = [rest - row_s * n for n, captured, rest in beside if not captured]
     loose_s = max(0.0, median(loose)) if loose else step_s
-    plain = replace(table, ops=tuple(replace(op, shares=None, chunks=None) for op in table.ops), roof=replace(table.roof, launch_s=0.0, captured_launch_s=0.0))
+    plain = replace(
+        table,
+        ops=tuple(replace(op, shares=None, chunks=None) for op in table.ops),
+        roof=replace(table.roof, launch_s=0.0, captured_launch_s=0.0),
+    )
     shares: dict[str, dict[tuple[int, int], list[float]]] = {}
     chunks: dict[str, dict[tuple[int, int], list[float]]] = {}
     for sample in samples:
@@ -234,7 +247,9 @@ def fitted(table: CostTable, samples: Sequence[Sample], form: str) -> Calibratio
             into = chunks if op.group >= 0 and not few and shape.tokens > shape.requests else shares
             into.setdefault(op.label, {}).setdefault((rows, keys), []).append(least / (seconds * scale))
     return Calibration(
+        model=table.model,
         form=form,
+        roof=table.roof,
         shares={label: _grid(found) for label, found in shares.items()},
         chunks={label: _grid(found) for label, found in chunks.items()},
         step_s=step_s,
@@ -249,8 +264,7 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
     if len({n for n, _ in points}) < 2:
         return max(0.0, median([s for _, s in points])) if points else 0.0, 0.0
     rows, seconds = (np.array(column, float) for column in zip(*points))
-    row_s, step_s = np.polyfit(rows, seconds, 1)
-    row_s = max(0.0, float(row_s))
+    row_s = max(0.0, float(np.polyfit(rows, seconds, 1)[0]))
     return max(0.0, float(np.median(seconds - row_s * rows))), row_s
 
 

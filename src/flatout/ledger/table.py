@@ -316,16 +316,21 @@ def table_from(plain: Mapping[str, Any]) -> CostTable:
             "ops": tuple(_op_from(op) for op in plain["ops"]),
             "sequence": tuple(plain["sequence"]),
             "windows": tuple(plain["windows"]),
-            "roof": Roof(**{**plain["roof"], "read": tuple((int(size), float(rate)) for size, rate in plain["roof"]["read"])}),
+            "roof": roof_from(plain["roof"]),
         })  # fmt: skip
     except (KeyError, TypeError) as error:
         raise ValueError(f"no cost table of this version: {error!r}") from error
 
 
-def _op_from(plain: Mapping[str, Any]) -> OpCost:
-    def shares(name: str) -> Shares | None:
-        found = plain[name]
-        return found and Shares(tuple(found["rows"]), tuple(found["keys"]), tuple(map(tuple, found["share"])))
+def roof_from(plain: Mapping[str, Any]) -> Roof:
+    return Roof(**{**plain, "read": tuple((int(size), float(rate)) for size, rate in plain["read"])})
 
+
+def shares_from(plain: Mapping[str, Any]) -> Shares:
+    return Shares(tuple(plain["rows"]), tuple(plain["keys"]), tuple(map(tuple, plain["share"])))
+
+
+def _op_from(plain: Mapping[str, Any]) -> OpCost:
     terms = {kind: Terms(**{**plain[kind], "experts": tuple(plain[kind]["experts"])}) for kind in KINDS}
-    return OpCost(**{**plain, **terms, "shares": shares("shares"), "chunks": shares("chunks")})
+    shares = {name: plain[name] and shares_from(plain[name]) for name in ("shares", "chunks")}
+    return OpCost(**{**plain, **terms, **shares})

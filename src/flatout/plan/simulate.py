@@ -88,7 +88,9 @@ def scheduler_of(config: Config, num_blocks: int) -> Scheduler:
     )
 
 
-def simulate(config: Config, table: CostTable, num_blocks: int, load: Load, captured: Callable[[StepShape], bool] | None = None) -> Simulated:
+def simulate(
+    config: Config, table: CostTable, num_blocks: int, load: Load, captured: Callable[[StepShape], bool] | None = None
+) -> Simulated:
     """The load through an engine of this resolved config. captured: which steps run as captured ones; None: those in which every row decodes.
 
     Raises RequestError where a request can never fit.
