@@ -245,7 +245,7 @@ class CostTable:
     sequence: tuple[int, ...]
     windows: tuple[int | None, ...]  # of each cache group
     roof: Roof
-    weight_bytes: int = 0  # held, the embedding included
+    weight_bytes: int = 0  # held: of a tied embedding whose head is packed for itself both
     kv_bytes_token: int = 0  # of one position, all layers
     # measured: seconds of a step beside the ops of its forward, where it is captured and where it is not, and of each row that yields a token
     step_s: float = 0.0
