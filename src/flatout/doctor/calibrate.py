@@ -248,7 +248,7 @@ def fitted(table: CostTable, samples: Sequence[Sample], form: str, host_s: float
         shape = sample.shape.executed()
         rest = (step_s if sample.captured else loose_s) + row_s * sample.shape.sampled
         told = sum(sample.ops)
-        scale = max(0.5, (sample.step_s - rest) / told) if told else 1.0
+        scale = max(0.05, (sample.step_s - rest) / told) if told else 1.0
         for op, seconds, least in zip(table.ops, sample.ops, plain.predicted(sample.shape)):
             rows = shape.rows(op.rows)
             if not rows or not seconds or not least:
