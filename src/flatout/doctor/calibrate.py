@@ -26,6 +26,7 @@ from flatout.step import StepPlan
 
 ROWS, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 256), (64, 1024)
 CHUNKS, BEFORE = (16, 64, 256, 1024, 4096), (0, 1024)
+ASKED = ((1, 3, 6, 12, 24), (128, 512), (40, 160, 640), (0, 512))  # rows, contexts, chunks and before: of the check
 MOST_KEYS = 1 << 16  # that are filled, of the pool: more tells nothing new
 RUNS, FEWEST = 10, 4  # of a step: half of them tell its ops apart; fewer where they take long
 ENOUGH = 0.25  # seconds of them
@@ -57,6 +58,7 @@ class Calibration:
     row_s: float
     host_s: float
     measured: float  # seconds since 1970
+    off: float | None = None  # median of how far steps between the calibrated ones were predicted wrongly, at once; None: not checked
 
     def apply(self, table: CostTable) -> CostTable:
         """The table with these shares: an op's own, else those of the op of its name and dtype whose weights are the nearest in size."""
@@ -121,14 +123,22 @@ def _machine(hardware: Hardware) -> str:
 
 
 def calibrate(options: Mapping[str, Any]) -> tuple[Calibration, list[Sample]]:
-    """Load the model (Config's options by flat name), measure, keep. The steps themselves come along for checking."""
+    """Load the model (Config's options by flat name), measure, check by other steps, keep. The steps that were checked come along."""
     hardware = detect(options.get("device", "auto"))
     roof = measured_roof(hardware)  # before a model takes the memory
     with LLM(**options) as llm:
-        samples = list(measure(llm))
-        calibration = fitted(replace(llm.engine.costs, roof=roof), samples, form_of(llm.config), host_seconds(llm))
+        table = replace(llm.engine.costs, roof=roof)
+        calibration = fitted(table, list(measure(llm)), form_of(llm.config))
+        asked = list(measure(llm, *ASKED))
+        off = errors(calibration.apply(table), asked)
+        calibration = replace(calibration, host_s=host_seconds(llm), off=median(map(abs, off)))
         keep(hardware, calibration)
-    return calibration, samples
+    return calibration, asked
+
+
+def errors(table: CostTable, samples: Sequence[Sample]) -> list[float]:
+    """Of each step: predicted / measured - 1."""
+    return [table.step_seconds(sample.shape, sample.captured) / sample.step_s - 1 for sample in samples]
 
 
 # -- measured ----------------------------------------------------------------------------------------------------------

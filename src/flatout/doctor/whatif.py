@@ -1,4 +1,4 @@
-"""What if: a model's steps as they are predicted here and with settings, hardware, dtype or scheme changed on paper; and how far predictions are off.
+"""What if: a model's steps as they are predicted here and with settings, hardware, dtype or scheme changed on paper.
 
 Calibrated shares come from what was measured on this machine (calibrate.py); another machine's are taken for the same, as nothing better is known.
 Throughput of a load is plan/simulate.py's. Called by cli/.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
-from flatout.doctor.calibrate import Sample, calibrate, form_of, kept_calibration
+from flatout.doctor.calibrate import calibrate, form_of, kept_calibration
 from flatout.doctor.predict import OnPaper, on_paper
 from flatout.ledger.table import CostTable, StepShape
 
@@ -41,7 +40,8 @@ def calibrated(paper: OnPaper, options: Mapping[str, Any], measure: bool = False
         roof = paper.table.roof
         return paper, "no op was measured here: " + ("ceilings" if roof.measured else "a data sheet") + " and launches alone (--calibrate)"
     whose = "of this model" if found.model == model else f"of {found.model}"
-    return replace(paper, table=found.apply(paper.table)), f"ops as measured here {whose} ({found.form})"
+    off = "" if found.off is None else f"; other steps were predicted {found.off:.0%} off in the median"
+    return replace(paper, table=found.apply(paper.table)), f"ops as measured here {whose} ({found.form}){off}"
 
 
 def changed(options: Mapping[str, Any], changes: Mapping[str, Any], gpu: str | None = None) -> OnPaper:
@@ -69,25 +69,3 @@ def steps(now: OnPaper, then: OnPaper, batches: Sequence[int] = BATCHES, context
 
 def _captures(paper: OnPaper) -> bool:
     return not paper.config.device.enforce_eager
-
-
-@dataclass(frozen=True)
-class Error:
-    """Of predictions against measurements: predicted / measured - 1."""
-
-    shape: StepShape
-    predicted: float
-    measured: float
-
-    @property
-    def relative(self) -> float:
-        return self.predicted / self.measured - 1
-
-
-def errors(table: CostTable, samples: Sequence[Sample]) -> list[Error]:
-    return [Error(s.shape, table.step_seconds(s.shape, s.captured), s.step_s) for s in samples]
-
-
-def median_error(found: Sequence[Error]) -> float:
-    """Of the magnitudes."""
-    return median(abs(error.relative) for error in found)
