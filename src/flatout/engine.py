@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from flatout.config import Config, resolve
 from flatout.core.scheduler import Scheduler
@@ -105,6 +106,20 @@ class Engine:
         """The thread that drives this engine begins a stage (ledger/laps.py) of which only it knows: "drain", "deliver", "idle"."""
         if self.recording:
             self._laps.mark(stage)
+
+    def state(self) -> dict[str, Any]:
+        """How it stands, in numbers: server/mailbox.py:EngineState."""
+        scheduler = self.scheduler
+        return {
+            "running": scheduler.num_running,
+            "waiting": dict(scheduler.waiting),
+            "blocks_used": scheduler.blocks.num_used,
+            "blocks_total": scheduler.blocks.num_blocks,
+            "steps": self._steps,
+            "preemptions": scheduler.counters.preemptions,
+            "prefix_queries": scheduler.counters.prefix_queries,
+            "prefix_hits": scheduler.counters.prefix_hits,
+        }
 
     def deep(self, steps: int) -> None:
         """So many steps from the next one on tell their ops apart. On CUDA they run op by op."""
