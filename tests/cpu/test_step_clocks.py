@@ -121,7 +121,9 @@ def test_counts(llm: LLM) -> None:
     assert records[0].tokens == records[0].prefill_tokens + records[0].sampled == 256 and records[0].graph == "missed"
     assert sum(r.sampled for r in records) == 10 and sum(r.prefill_tokens for r in records) == 320 - 2
     last = records[-1]
-    assert (last.graph, last.padded, last.rows) == ("hit", 0, last.decodes) and last.keys == last.pairs == last.last_keys == (last.kv_tokens,)
+    assert (last.graph, last.padded, last.rows) == ("hit", 0, last.decodes) and last.keys == last.pairs == last.last_keys == (
+        last.kv_tokens,
+    )
 
 
 def test_recording_can_be_switched_off(llm: LLM) -> None:
