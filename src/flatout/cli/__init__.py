@@ -23,6 +23,8 @@ VERBS = {  # verb -> (module with configure() and run(), what follows it, what i
     "doctor hardware": ("flatout.cli.doctor.hardware", "", "what this machine is, and gives when measured"),
     "doctor selfcheck": ("flatout.cli.doctor.selfcheck", "[MODEL]", "hold a model's fast arithmetic against float32"),
     "doctor plan": ("flatout.cli.doctor.plan", "[MODEL]", "what fits and how fast it would be, before loading"),
+    "doctor whatif": ("flatout.cli.doctor.whatif", "[MODEL]", "what a changed setting, dtype or GPU would bring"),
+    "simulate": ("flatout.cli.simulate", "[MODEL]", "a load on paper: throughput, TTFT, TPOT, preemptions"),
     "pull": ("flatout.cli.pull", "[MODEL]", "download a model into the cache"),
     "bench offline": ("flatout.bench.offline", "", "time fixed work on this machine"),
     "bench compare": ("flatout.bench.compare", "", "time the same work here and in Transformers"),

@@ -245,10 +245,12 @@ class CostTable:
     sequence: tuple[int, ...]
     windows: tuple[int | None, ...]  # of each cache group
     roof: Roof
-    weight_bytes: int = 0  # held, the embedding included
+    weight_bytes: int = 0  # held: of a tied embedding whose head is packed for itself both
     kv_bytes_token: int = 0  # of one position, all layers
-    step_s: float = 0.0  # calibrated: of a step beside its ops
-    row_s: float = 0.0  # calibrated: of each sampled row beside them
+    # measured: seconds of a step beside the ops of its forward, where it is captured and where it is not, and of each row that yields a token
+    step_s: float = 0.0
+    loose_s: float = 0.0
+    row_s: float = 0.0
 
     def cost(self, shape: StepShape) -> OpBytes:
         """Of the whole step, padding left out; shape.executed() has it."""
@@ -292,7 +294,7 @@ class CostTable:
 
     def step_seconds(self, shape: StepShape, captured: bool = False) -> float:
         """Predicted time of the whole step."""
-        return sum(self.predicted(shape, captured)) + self.step_s + self.row_s * shape.sampled
+        return sum(self.predicted(shape, captured)) + (self.step_s if captured else self.loose_s) + self.row_s * shape.sampled
 
     def calls(self, shape: StepShape) -> int:
         """Ops that such a step runs."""
@@ -314,16 +316,21 @@ def table_from(plain: Mapping[str, Any]) -> CostTable:
             "ops": tuple(_op_from(op) for op in plain["ops"]),
             "sequence": tuple(plain["sequence"]),
             "windows": tuple(plain["windows"]),
-            "roof": Roof(**{**plain["roof"], "read": tuple((int(size), float(rate)) for size, rate in plain["roof"]["read"])}),
+            "roof": roof_from(plain["roof"]),
         })  # fmt: skip
     except (KeyError, TypeError) as error:
         raise ValueError(f"no cost table of this version: {error!r}") from error
 
 
-def _op_from(plain: Mapping[str, Any]) -> OpCost:
-    def shares(name: str) -> Shares | None:
-        found = plain[name]
-        return found and Shares(tuple(found["rows"]), tuple(found["keys"]), tuple(map(tuple, found["share"])))
+def roof_from(plain: Mapping[str, Any]) -> Roof:
+    return Roof(**{**plain, "read": tuple((int(size), float(rate)) for size, rate in plain["read"])})
 
+
+def shares_from(plain: Mapping[str, Any]) -> Shares:
+    return Shares(tuple(plain["rows"]), tuple(plain["keys"]), tuple(map(tuple, plain["share"])))
+
+
+def _op_from(plain: Mapping[str, Any]) -> OpCost:
     terms = {kind: Terms(**{**plain[kind], "experts": tuple(plain[kind]["experts"])}) for kind in KINDS}
-    return OpCost(**{**plain, **terms, "shares": shares("shares"), "chunks": shares("chunks")})
+    shares = {name: plain[name] and shares_from(plain[name]) for name in ("shares", "chunks")}
+    return OpCost(**{**plain, **terms, **shares})

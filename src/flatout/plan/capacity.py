@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from flatout.doctor.predict import OnPaper
-from flatout.ledger.table import StepShape
+from flatout.doctor.whatif import decode_shape
+from flatout.ledger.table import CostTable, StepShape, shape_of
 
 GIB = 1 << 30
 LENGTHS, BATCHES, PROMPTS = (1024, 4096, 16384, 65536), (1, 8, 64, 256), (512, 2048, 8192)
@@ -137,23 +140,13 @@ def _blocks(paper: OnPaper, room: int, most: int, cuda: bool) -> int:
     return max(0, min(int(paper.hardware.memory_bytes * CPU_SHARE) // block, most))
 
 
-def decoding(table_windows: Sequence[int | None], batch: int, context: int) -> StepShape:
-    """A step that adds a token to each of `batch` requests, of so many keys with it."""
-    keys = tuple(batch * min(context, window or context) for window in table_windows)
-    return StepShape(batch, batch, keys, keys, keys, batch, batch)
-
-
-def chunk(table_windows: Sequence[int | None], before: int, tokens: int, last: bool) -> StepShape:
+def chunk(table: CostTable, before: int, tokens: int, last: bool) -> StepShape:
     """A step with so many tokens of one prompt after `before`; last: it ends the prompt."""
-    import numpy as np
-
-    from flatout.ledger.table import shape_of
-
-    return shape_of(np.array([before]), np.array([tokens]), np.array([last]), table_windows)
+    return shape_of(np.array([before]), np.array([tokens]), np.array([last]), table.windows)
 
 
 def rate(paper: OnPaper, batch: int, context: int) -> Rate:
-    shape = decoding(paper.table.windows, batch, context)
+    shape = decode_shape(paper.table, batch, context)
     return Rate(batch, context, paper.table.step_seconds(shape, captured=True), paper.table.floor(shape).seconds)
 
 
@@ -161,7 +154,7 @@ def first(paper: OnPaper, prompt: int) -> First:
     budget = paper.config.scheduler.max_num_batched_tokens
     assert budget
     seconds = sum(
-        paper.table.step_seconds(chunk(paper.table.windows, begin, min(budget, prompt - begin), begin + budget >= prompt))
+        paper.table.step_seconds(chunk(paper.table, begin, min(budget, prompt - begin), begin + budget >= prompt))
         for begin in range(0, prompt, budget)
     )
     return First(prompt, seconds)

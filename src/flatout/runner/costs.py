@@ -58,7 +58,7 @@ def cost_table(spec: ModelSpec, *, name: str, dtype: str, kv_dtype: str, packed:
         sequence=tuple(index[call] for call in calls),
         windows=tuple(group.window for group in spec.cache_groups()),
         roof=roof,
-        weight_bytes=decoder.weight_bytes(),
+        weight_bytes=sum(d.tensor.nbytes for d in decoder.destinations().values()),
         kv_bytes_token=2 * spec.num_layers * spec.kv_size * kv_type.itemsize,
     )
 
