@@ -93,7 +93,7 @@ def test_openai_client_reads_them(own: Served) -> None:
 
 
 def test_metrics_are_true_to_the_last_token(own: Served) -> None:
-    own.wait_idle()
+    wait_for(lambda: len(log_lines(own)) == metrics(own)["flatout:requests_total"], 5)
     before, lines = metrics(own), len(log_lines(own))
     bodies: list[dict[str, Any]] = [{"prompt": "ABC", "max_tokens": i % 7 + 1, "n": 1 + i % 3} for i in range(20)]
     bodies += [{"prompt": ["AB", "CDE"], "max_tokens": 3}, {"prompt": "ABC", "max_tokens": 30, "stop": ["HI"]}]
