@@ -157,7 +157,7 @@ class Engine:
             prefill_tokens=shape.tokens - shape.sampled,
             decodes=shape.decodes,
             sampled=shape.sampled,
-            kv_tokens=int(plan.starts.sum()) + shape.tokens,
+            kv_tokens=max(shape.keys) if None in self.windows else int(plan.starts.sum()) + shape.tokens,
             keys=shape.keys,
             pairs=shape.pairs,
             last_keys=shape.last_keys,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import time
 
+import numpy as np
 import pytest
 
 from flatout.ledger.account import Marks, SequenceTimes, account_of
 from flatout.ledger.laps import IDLE, Laps
 from flatout.ledger.ledger import PARTS, Ledger, Sums, account
-from flatout.ledger.table import CostTable, OpCost, Roof, Terms
+from flatout.ledger.table import CostTable, OpCost, Roof, Terms, shape_of
 from flatout.request import NEXT_PLAN, PREEMPTED, Timing
 from flatout.step import StepRecord
 
@@ -160,3 +161,20 @@ def test_a_requests_parts_sum_whatever_is_known(timing: Timing | None, unset: tu
     found = account_of(Marks(**moments), [SequenceTimes(timing), SequenceTimes(None)], 5, 9.6)
     assert sum(found.parts.values()) == pytest.approx(found.total) == pytest.approx((moments["ended"] or 9.6) - 1.0)
     assert min(found.parts.values()) >= 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shapes_of_decodes_add_up(seed: int) -> None:
+    """A step of decodes alone is told by a shorter way: it is the sum of its rows, and that of the same rows beside a chunk less the chunk."""
+    rng = np.random.default_rng(seed)
+    starts, windows = rng.integers(0, 3000, 17).astype(np.int32), (None, 512)
+    ones, yes = np.ones(17, np.int32), np.ones(17, bool)
+    alone = shape_of(starts, ones, yes, windows, padded=3)
+    chunk = np.array([100], np.int32), np.array([700], np.int32), np.array([False])
+    beside = shape_of(*(np.append(a, b) for a, b in zip((starts, ones, yes), chunk)), windows)
+    only = shape_of(*chunk, windows)
+    for name in ("tokens", "sampled", "requests", "decodes"):
+        assert getattr(alone, name) == getattr(beside, name) - getattr(only, name)
+    for name in ("keys", "pairs", "last_keys"):
+        assert getattr(alone, name) == tuple(a - b for a, b in zip(getattr(beside, name), getattr(only, name)))
+    assert alone.padded == 3
