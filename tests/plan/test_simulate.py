@@ -75,6 +75,14 @@ def test_longer_steps_take_longer():
     assert slow.seconds == 2 * simulate(config(), SECONDS, 32, load).seconds
 
 
+def test_the_host_hides_behind_the_device_only_where_it_is_faster():
+    load = Load(requests=1, prompt=4, output=21)
+    quick, slow = (replace(SECONDS, host_s=seconds) for seconds in (0.5, 3.0))
+    assert simulate(config(async_scheduling=True), quick, 32, load).seconds == pytest.approx(21.5)  # but for the first
+    assert simulate(config(async_scheduling=True), slow, 32, load).seconds == pytest.approx(21 * 3.0 + 1.0, abs=3.0)
+    assert simulate(config(), quick, 32, load).seconds == pytest.approx(21 * 1.5)
+
+
 def test_what_can_never_fit_is_refused():
     with pytest.raises(RequestError):
         simulate(config(), SECONDS, 32, Load(requests=1, prompt=100, output=3))

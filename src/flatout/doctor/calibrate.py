@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from flatout.config import Config, cache_dir
-from flatout.doctor.measure import matrix_and_launch_rates
-from flatout.hardware import Hardware, ceilings, detect, keep_entry, read_kept
+from flatout.doctor.predict import measured_roof
+from flatout.hardware import Hardware, detect, keep_entry, read_kept
 from flatout.ledger.table import CostTable, OpCost, Roof, Shares, StepShape, roof_from, shape_of, shares_from
 from flatout.llm import LLM
 from flatout.request import Request, SamplingParams
@@ -29,6 +29,7 @@ CHUNKS, BEFORE = (16, 64, 256, 1024, 4096), (0, 1024)
 MOST_KEYS = 1 << 16  # that are filled, of the pool: more tells nothing new
 RUNS, FEWEST = 10, 4  # of a step: half of them tell its ops apart; fewer where they take long
 ENOUGH = 0.25  # seconds of them
+HOST_STEPS = 24
 NOTHING = 1e-9  # seconds: of an op too short for the clock
 
 
@@ -54,6 +55,7 @@ class Calibration:
     step_s: float
     loose_s: float
     row_s: float
+    host_s: float
     measured: float  # seconds since 1970
 
     def apply(self, table: CostTable) -> CostTable:
@@ -66,7 +68,7 @@ class Calibration:
         ops = tuple(
             replace(op, shares=shares(op, self.shares), chunks=shares(op, self.chunks) if op.group >= 0 else None) for op in table.ops
         )
-        return replace(table, ops=ops, roof=self.roof, step_s=self.step_s, loose_s=self.loose_s, row_s=self.row_s)
+        return replace(table, ops=ops, roof=self.roof, step_s=self.step_s, loose_s=self.loose_s, row_s=self.row_s, host_s=self.host_s)
 
 
 def _apart(a: str, b: str) -> float:
@@ -121,11 +123,10 @@ def _machine(hardware: Hardware) -> str:
 def calibrate(options: Mapping[str, Any]) -> tuple[Calibration, list[Sample]]:
     """Load the model (Config's options by flat name), measure, keep. The steps themselves come along for checking."""
     hardware = detect(options.get("device", "auto"))
-    ceilings(hardware)  # measured where they were not: shares are of them
-    matrix_and_launch_rates(hardware)
+    roof = measured_roof(hardware)  # before a model takes the memory
     with LLM(**options) as llm:
         samples = list(measure(llm))
-        calibration = fitted(llm.engine.costs, samples, form_of(llm.config))
+        calibration = fitted(replace(llm.engine.costs, roof=roof), samples, form_of(llm.config), host_seconds(llm))
         keep(hardware, calibration)
     return calibration, samples
 
@@ -151,6 +152,15 @@ def measure(
         for start in before:
             if start + tokens < longest and -(-(start + tokens) // size) <= blocks:
                 yield _sample(llm, np.array([start]), np.array([tokens]))
+
+
+def host_seconds(llm: LLM) -> float:
+    """Of the engine's thread for a step of a few requests. After measure(), which may have left anything in the cache: under a salt of its own."""
+    params = SamplingParams(temperature=0.0, max_tokens=HOST_STEPS, ignore_eos=True)
+    n = min(4, llm.config.scheduler.max_num_seqs or 1)
+    llm.generate([[5]] * n, params, use_tqdm=False, cache_salt="calibration")
+    records = list(llm.engine.records)[-HOST_STEPS // 2 :]
+    return median(r.drain_s + r.schedule_s + r.commit_s + r.deliver_s for r in records)
 
 
 def _fill(runner: Runner, blocks: int) -> None:
@@ -219,8 +229,10 @@ def _by_op(table: CostTable, shape: StepShape, deep: list[list[tuple[str, float]
 # -- fitted ------------------------------------------------------------------------------------------------------------
 
 
-def fitted(table: CostTable, samples: Sequence[Sample], form: str) -> Calibration:
-    """Shares at the rows and keys that were measured. Ops are scaled so that with what is beside them they add up to the steps that told nothing apart."""
+def fitted(table: CostTable, samples: Sequence[Sample], form: str, host_s: float = 0.0) -> Calibration:
+    """Shares of the table's roof at the rows and keys that were measured. Ops are scaled so that with what is beside them they add up to the steps that told nothing apart."""
+    if not table.roof.read:
+        raise ValueError("shares are of ceilings, and those of this table's roof are not known")
     beside = [(sample.shape.sampled, sample.captured, sample.step_s - sum(sample.ops)) for sample in samples]
     step_s, row_s = _line([(n, rest) for n, captured, rest in beside if captured])
     loose = [rest - row_s * n for n, captured, rest in beside if not captured]
@@ -236,7 +248,7 @@ def fitted(table: CostTable, samples: Sequence[Sample], form: str) -> Calibratio
         shape = sample.shape.executed()
         rest = (step_s if sample.captured else loose_s) + row_s * sample.shape.sampled
         told = sum(sample.ops)
-        scale = max(0.5, (sample.step_s - rest) / told) if told else 1.0
+        scale = max(0.05, (sample.step_s - rest) / told) if told else 1.0
         for op, seconds, least in zip(table.ops, sample.ops, plain.predicted(sample.shape)):
             rows = shape.rows(op.rows)
             if not rows or not seconds or not least:
@@ -255,6 +267,7 @@ def fitted(table: CostTable, samples: Sequence[Sample], form: str) -> Calibratio
         step_s=step_s,
         loose_s=loose_s,
         row_s=row_s,
+        host_s=host_s,
         measured=time.time(),
     )
 

@@ -7,15 +7,16 @@ plan/, whatif.py and cli/.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flatout.config import Config, ConfigError, resolve
-from flatout.hardware import Hardware, detect
+from flatout.doctor.measure import matrix_and_launch_rates
+from flatout.hardware import Hardware, ceilings, detect
 from flatout.kernels import native
-from flatout.ledger.roofs import data_sheet, roof_here
+from flatout.ledger.roofs import data_sheet, roof_of
 from flatout.ledger.table import CostTable, Roof
 from flatout.modelfile.sources import ModelSource, resolve_model
 from flatout.modelfile.spec import ModelSpec
@@ -51,7 +52,7 @@ def on_paper(options: Mapping[str, Any], gpu: str | None = None) -> OnPaper:
     """
     if gpu is None:
         hardware = detect(options.get("device", "auto"))
-        roof = roof_here(hardware)
+        roof = measured_roof(hardware)
     else:
         if options.get("device", "cuda") == "cpu":
             raise ConfigError("--device: cpu and --gpu contradict each other; give one of them")
@@ -61,6 +62,11 @@ def on_paper(options: Mapping[str, Any], gpu: str | None = None) -> OnPaper:
             raise ConfigError(f"--gpu: {error}") from None
         hardware, roof = sheet.hardware(), sheet.roof
     return imagined(options, resolve_model(Config.make(**_real(options)).model), hardware, roof)
+
+
+def measured_roof(hardware: Hardware) -> Roof:
+    """Of this machine; what was not measured on it yet is measured now and kept (5 to 10 s)."""
+    return roof_of(hardware, ceilings(hardware), matrix_and_launch_rates(hardware))
 
 
 def imagined(options: Mapping[str, Any], source: ModelSource, hardware: Hardware, roof: Roof) -> OnPaper:
@@ -106,8 +112,3 @@ def imagined(options: Mapping[str, Any], source: ModelSource, hardware: Hardware
 def _real(options: Mapping[str, Any]) -> dict[str, Any]:
     """Without what exists on paper alone."""
     return {name: value for name, value in options.items() if name != "kv_cache_dtype" or value not in PAPER_KV}
-
-
-def with_roof(paper: OnPaper, roof: Roof) -> OnPaper:
-    """The same on a machine that gives this."""
-    return replace(paper, table=replace(paper.table, roof=roof))

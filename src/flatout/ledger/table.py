@@ -256,6 +256,7 @@ class CostTable:
     step_s: float = 0.0
     loose_s: float = 0.0
     row_s: float = 0.0
+    host_s: float = 0.0  # of the engine's thread for each step: behind the device, where that takes longer
 
     def cost(self, shape: StepShape) -> OpBytes:
         """Of the whole step, padding left out; shape.executed() has it."""

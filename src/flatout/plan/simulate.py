@@ -135,6 +135,7 @@ class _Clock:
         if plan is not None:
             shape = shape_of(plan.starts, plan.counts, plan.samples, self.table.windows)
             seconds = self.table.step_seconds(shape, self.captured(shape))
+            self.now += self.table.host_s
             self.free = max(self.now, self.free) + seconds
             self.busy += seconds
             self.steps += 1
