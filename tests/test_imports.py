@@ -44,7 +44,7 @@ NO_TORCH = {"config", "request", "step", "modelfile", "text", "grammar", "core",
 # everywhere but in server, bench, cli, fleet: what is installed beside flatout in the smallest set-up
 RUNTIME = {"torch", "triton", "numpy", "tokenizers", "safetensors", "jinja2"}
 EXTRAS = {
-    "server": {"msgspec", "zmq", "starlette", "uvicorn"},
+    "server": {"msgspec", "zmq", "starlette", "uvicorn", "prometheus_client"},
     "modelfile": {"huggingface_hub"},
     "llm": {"rich"},  # the progress bar, where it is installed
     "bench": {"transformers", "llama_cpp"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from flatout.config import Config, resolve
 from flatout.core.scheduler import Scheduler
@@ -106,6 +107,20 @@ class Engine:
         if self.recording:
             self._laps.mark(stage)
 
+    def state(self) -> dict[str, Any]:
+        """How it stands, in numbers: server/mailbox.py:EngineState."""
+        scheduler = self.scheduler
+        return {
+            "running": scheduler.num_running,
+            "waiting": dict(scheduler.waiting),
+            "blocks_used": scheduler.blocks.num_used,
+            "blocks_total": scheduler.blocks.num_blocks,
+            "steps": self._steps,
+            "preemptions": scheduler.counters.preemptions,
+            "prefix_queries": scheduler.counters.prefix_queries,
+            "prefix_hits": scheduler.counters.prefix_hits,
+        }
+
     def deep(self, steps: int) -> None:
         """So many steps from the next one on tell their ops apart. On CUDA they run op by op."""
         self.runner.deep_steps = steps
@@ -142,7 +157,7 @@ class Engine:
             prefill_tokens=shape.tokens - shape.sampled,
             decodes=shape.decodes,
             sampled=shape.sampled,
-            kv_tokens=int(plan.starts.sum()) + shape.tokens,
+            kv_tokens=max(shape.keys) if None in self.windows else int(plan.starts.sum()) + shape.tokens,
             keys=shape.keys,
             pairs=shape.pairs,
             last_keys=shape.last_keys,

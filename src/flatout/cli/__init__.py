@@ -27,6 +27,7 @@ VERBS = {  # verb -> (module with configure() and run(), what follows it, what i
     "simulate": ("flatout.cli.simulate", "[MODEL]", "a load on paper: throughput, TTFT, TPOT, preemptions"),
     "pull": ("flatout.cli.pull", "[MODEL]", "download a model into the cache"),
     "bench offline": ("flatout.bench.offline", "", "time fixed work on this machine"),
+    "bench ledger": ("flatout.bench.ledger", "", "what recording every step costs"),
     "bench compare": ("flatout.bench.compare", "", "time the same work here and in Transformers"),
     "bench compare-cpu": ("flatout.bench.compare_cpu", "", "time the same GGUF file here and in llama.cpp"),
 }

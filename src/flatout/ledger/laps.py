@@ -17,7 +17,7 @@ IDLE = "idle"
 class Laps:
     def __init__(self) -> None:
         self.now = IDLE
-        self._marks: deque[tuple[float, str]] = deque([(time.perf_counter(), IDLE)])  # where each stage began
+        self._marks: deque[tuple[float, str]] = deque([(0.0, IDLE)])  # when each stage began; before the first mark there was no work
         self._spent: dict[str, float] = {}
 
     def mark(self, stage: str) -> float:

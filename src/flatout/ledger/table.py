@@ -55,6 +55,11 @@ class StepShape:
 
 def shape_of(starts: np.ndarray, counts: np.ndarray, samples: np.ndarray, windows: Sequence[int | None], padded: int = 0) -> StepShape:
     """Of a StepPlan's rows: tokens before each row's own, its tokens, whether it yields one. windows: of each cache group (CostTable.windows)."""
+    if len(starts) and samples.all() and counts.max() == 1:  # decodes alone, the most of steps: a quarter of the time
+        rows, ends = len(starts), starts + 1
+        whole = int(ends.sum(dtype=np.int64))
+        seen = tuple(whole if window is None else int(np.minimum(ends, window).sum(dtype=np.int64)) for window in windows)
+        return StepShape(rows, rows, seen, seen, seen, rows, rows, padded)
     counts, ends = counts.astype(np.int64), starts.astype(np.int64) + counts
     tokens, sampled = int(counts.sum()), int(samples.sum())
     singles = tokens == len(counts)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import TypeVar
 
 import msgspec
@@ -119,6 +120,27 @@ def _obituary(code: int) -> str:
     return f"the engine process ended with exit code {code}"
 
 
+class RequestLog:
+    """Lines for standard error, written by a thread of their own: a terminal or a pipe that blocks holds up no request."""
+
+    def __init__(self) -> None:
+        self._lines: SimpleQueue[str | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def write(self, line: str) -> None:
+        self._lines.put(line)
+
+    def close(self) -> None:
+        """Lines that don't get out within a second are lost."""
+        self._lines.put(None)
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            print(line, file=sys.stderr, flush=True)
+
+
 class _Http(uvicorn.Server):
     """uvicorn without signal handlers of its own: a stop is the engine's too."""
 
@@ -134,6 +156,9 @@ async def _serve(config: Config, server: ServerConfig, engine: str, listener: so
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     mailbox = FrontMailbox()
     model = ServedModel(server.served_model_name or config.model.model, key="engine-0", mailbox=mailbox)
+    log = RequestLog()
+    if server.enable_log_requests:
+        model.log = log.write
     models = {model.name: model}
     engines = {m.key: m for m in models.values()}
     mailbox.listen(lambda key, message: engines[key].deliver(message))
@@ -158,6 +183,7 @@ async def _serve(config: Config, server: ServerConfig, engine: str, listener: so
         model.send(Shutdown())
         await child.stop(patience=0 if model.facts is None else ENGINE_GRACE)  # while it loads, it does not listen
         mailbox.close()
+        log.close()
     if failure is not None:
         print(f"flatout: error: {failure}", file=sys.stderr)
     return 1 if failure else 0

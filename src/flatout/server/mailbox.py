@@ -12,12 +12,13 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
 
 from flatout.request import FinishReason, ModelFacts, Output, Request
+from flatout.step import StepRecord
 
 LONGEST_SOCKET_PATH = 100  # sockaddr_un holds 107 bytes and an end
 
@@ -44,11 +45,17 @@ class Abort(msgspec.Struct, tag=True):
     stop_reason: str | None = None
 
 
+class Deep(msgspec.Struct, tag=True):
+    """So many steps from the next one on tell their ops apart."""
+
+    steps: int
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """Finish the step in progress and leave."""
 
 
-Down = Add | Abort | Shutdown
+Down = Add | Abort | Deep | Shutdown
 
 # -- up: engine -> front --------------------------------------------------------------------------------------------------
 
@@ -56,12 +63,41 @@ Down = Add | Abort | Shutdown
 class Ready(msgspec.Struct, tag=True):
     facts: ModelFacts
     start_lines: list[str]
+    costs: dict[str, Any] | None = None  # CostTable.plain()
 
 
 class Outputs(msgspec.Struct, tag=True):
     """Everything that one step yielded."""
 
     outputs: list[Output]
+
+
+class EngineState(msgspec.Struct):
+    """How the engine stands; counters since its start."""
+
+    running: int = 0
+    waiting: dict[str, int] = {}  # sequences in the queue by what they wait for
+    blocks_used: int = 0
+    blocks_total: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens
+    prefix_hits: int = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(self.waiting.values())
+
+    @property
+    def usage(self) -> float:
+        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
+
+
+class Steps(msgspec.Struct, tag=True):
+    """The records of steps since the last of these, and how the engine stands. Sent a few times a second, and when there is nothing more to do."""
+
+    records: list[StepRecord]
+    state: EngineState
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -82,7 +118,7 @@ class Alive(msgspec.Struct, tag=True):
     """The engine's loop turns. Sent every HEARTBEAT_SECONDS."""
 
 
-Up = Ready | Outputs | Refused | Failed | Alive
+Up = Ready | Outputs | Steps | Refused | Failed | Alive
 
 
 class FrontMailbox:
