@@ -96,7 +96,7 @@ def kept_calibration(hardware: Hardware, model: str, form: str) -> Calibration |
     """This model's in this form, else the newest of another model in this form; None: nothing was measured here."""
     kept = read_kept(cache_dir() / "calibration.json").get(_machine(hardware), {})
     found = kept.get(f"{model}: {form}") or max(
-        (entry for entry in kept.values() if entry["form"] == form), key=lambda entry: entry["measured"], default=None
+        (entry for entry in kept.values() if entry.get("form") == form), key=lambda entry: entry.get("measured", 0.0), default=None
     )
     if found is None:
         return None
@@ -204,20 +204,15 @@ def _sample(llm: LLM, starts: np.ndarray, counts: np.ndarray) -> Sample:
     none = np.empty(0, np.int32)
     plan = replace(plan, admitted=[], block_slots=none, block_columns=none, block_ids=none)
     runner.launch(plan)()
-    steps, deep, begin = [], [], time.perf_counter()
-    for run in range(RUNS):
-        if run % 2:  # one that tells its ops apart, and one that is as fast as ever
-            runner.deep_steps = 1
-        timed = runner.launch(plan)()
-        seconds = timed.device_s + (timed.inputs_s if runner.makes_inputs_alone else 0.0)
-        if run % 2:
-            deep.append(timed.ops or [])
-        else:
-            steps.append(seconds)
+    plainly, apart, begin = [], [], time.perf_counter()
+    for run in range(RUNS):  # one that is as fast as ever, and one that tells its ops apart, which on CUDA is never a captured one
+        runner.deep_steps = run % 2
+        (apart if run % 2 else plainly).append(runner.launch(plan)())
         if run + 1 >= FEWEST and time.perf_counter() - begin > ENOUGH:
             break
-    shape = shape_of(plan.starts, plan.counts, plan.samples, table.windows, timed.padded)
-    return Sample(shape, timed.graph in ("hit", "padded"), median(steps), _by_op(table, shape.executed(), deep))
+    step_s = median(timed.device_s + (timed.inputs_s if runner.makes_inputs_alone else 0.0) for timed in plainly)
+    shape = shape_of(plan.starts, plan.counts, plan.samples, table.windows, plainly[0].padded)
+    return Sample(shape, plainly[0].graph in ("hit", "padded"), step_s, _by_op(table, shape, [timed.ops or [] for timed in apart]))
 
 
 def _by_op(table: CostTable, shape: StepShape, deep: list[list[tuple[str, float]]]) -> tuple[float, ...]:
@@ -240,7 +235,8 @@ def _by_op(table: CostTable, shape: StepShape, deep: list[list[tuple[str, float]
 
 
 def fitted(table: CostTable, samples: Sequence[Sample], form: str, host_s: float = 0.0) -> Calibration:
-    """Shares of the table's roof at the rows and keys that were measured. Ops are scaled so that with what is beside them they add up to the steps that told nothing apart."""
+    """Shares of the table's roof at the rows and keys that were measured. Ops are scaled so that with what is beside them they add up to the steps
+    that told nothing apart. ValueError: the table's roof is not known."""
     if not table.roof.read:
         raise ValueError("shares are of ceilings, and those of this table's roof are not known")
     beside = [(sample.shape.sampled, sample.captured, sample.step_s - sum(sample.ops)) for sample in samples]

@@ -17,7 +17,7 @@ from flatout.ledger.table import CostTable, StepShape, shape_of
 
 GIB = 1 << 30
 LENGTHS, BATCHES, PROMPTS = (1024, 4096, 16384, 65536), (1, 8, 64, 256), (512, 2048, 8192)
-# CUDA's context, libraries and loaded kernels on an H200: the difference of what the driver and torch call taken
+# an estimate of CUDA's context, libraries and loaded kernels; tests/gpu/test_plan_gpu.py holds the sum to a start's
 OUTSIDE = 600 << 20
 SAMPLING = 2  # copies of a batch's logits that a sampled step with logprobs makes at its peak
 CPU_SHARE = 0.25  # of free memory, as runner/memory.py gives the pool
