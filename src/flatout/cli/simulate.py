@@ -40,16 +40,17 @@ def configure(parser: Parser) -> None:
     add_config_flags(parser, skip=("model",))
 
 
-def add_load_flags(parser: Parser) -> None:
+def add_load_flags(parser: Parser, common: bool = True) -> None:
+    """common: in the short help, too."""
     group = parser.add_argument_group("load")
-    parser.flag(group, "--requests", type=size, metavar="N", default=64, help="how many in all (default: 64)")
-    parser.flag(group, "--prompt", type=size, metavar="N", default=512, help="tokens of each prompt (default: 512)")
-    parser.flag(group, "--output", type=size, metavar="N", default=128, help="tokens of each answer (default: 128)")
-    parser.flag(group, "--shared", type=size, metavar="N", default=0, help="tokens that all prompts begin with (default: 0)")
+    parser.flag(group, "--requests", type=size, metavar="N", default=64, help="how many in all (default: 64)", common=common)
+    parser.flag(group, "--prompt", type=size, metavar="N", default=512, help="tokens of each prompt (default: 512)", common=common)
+    parser.flag(group, "--output", type=size, metavar="N", default=128, help="tokens of each answer (default: 128)", common=common)
+    parser.flag(group, "--shared", type=size, metavar="N", default=0, help="tokens that all prompts begin with (default: 0)", common=common)
     parser.flag(
         group, "--rate", type=float, metavar="X", default=0.0, help="arrivals a second, at random times (default: by --concurrency)"
     )
-    parser.flag(group, "--concurrency", type=int, metavar="N", default=0, help="requests at any time (default: all at once)")
+    parser.flag(group, "--concurrency", type=int, metavar="N", default=0, help="requests at any time (default: all at once)", common=common)
 
 
 def load_of(args: Namespace) -> Load:

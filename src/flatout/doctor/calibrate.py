@@ -21,7 +21,7 @@ from flatout.hardware import Hardware, detect, keep_entry, read_kept
 from flatout.ledger.table import CostTable, OpCost, Roof, Shares, StepShape, roof_from, shape_of, shares_from
 from flatout.llm import LLM
 from flatout.request import Request, SamplingParams
-from flatout.runner.runner import Runner
+from flatout.runner.runner import Runner, Timed
 from flatout.step import StepPlan
 
 ROWS, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 256), (64, 1024)
@@ -204,7 +204,9 @@ def _sample(llm: LLM, starts: np.ndarray, counts: np.ndarray) -> Sample:
     none = np.empty(0, np.int32)
     plan = replace(plan, admitted=[], block_slots=none, block_columns=none, block_ids=none)
     runner.launch(plan)()
-    plainly, apart, begin = [], [], time.perf_counter()
+    plainly: list[Timed] = []
+    apart: list[Timed] = []
+    begin = time.perf_counter()
     for run in range(RUNS):  # one that is as fast as ever, and one that tells its ops apart, which on CUDA is never a captured one
         runner.deep_steps = run % 2
         (apart if run % 2 else plainly).append(runner.launch(plan)())

@@ -50,7 +50,7 @@ def configure(parser: Parser) -> None:
         group, "--check", action="store_true", default=False, help="run the load for real too, now and changed, and print the error"
     )
     parser.flag(group, "--json", action="store_true", default=False, help="as JSON: bytes and seconds")
-    add_load_flags(parser)
+    add_load_flags(parser, common=False)
     add_config_flags(parser, skip=("model",))
 
 
