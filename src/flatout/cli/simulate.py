@@ -48,7 +48,13 @@ def add_load_flags(parser: Parser, common: bool = True) -> None:
     parser.flag(group, "--output", type=size, metavar="N", default=128, help="tokens of each answer (default: 128)", common=common)
     parser.flag(group, "--shared", type=size, metavar="N", default=0, help="tokens that all prompts begin with (default: 0)", common=common)
     parser.flag(
-        group, "--rate", type=float, metavar="X", default=0.0, help="arrivals a second, at random times (default: by --concurrency)"
+        group,
+        "--rate",
+        type=float,
+        metavar="X",
+        default=0.0,
+        help="arrivals a second, at random times (default: by --concurrency)",
+        common=common,
     )
     parser.flag(group, "--concurrency", type=int, metavar="N", default=0, help="requests at any time (default: all at once)", common=common)
 
