@@ -112,7 +112,7 @@ class Engine:
         scheduler = self.scheduler
         return {
             "running": scheduler.num_running,
-            "waiting": dict(scheduler.waiting),
+            "waiting": scheduler.waiting,
             "blocks_used": scheduler.blocks.num_used,
             "blocks_total": scheduler.blocks.num_blocks,
             "steps": self._steps,

@@ -192,7 +192,7 @@ class Runner:
             staged = decodes.stage(step, plan)
             inputs_s = time.perf_counter() - begin
             begins()
-            decodes.run(step, staged, by=clock.program)
+            decodes.run(step, staged, clock.program)
             with clock.sampling():
                 return self._choose(step, plan), inputs_s
         inputs = build_inputs(plan, self.slots, self.block_size, self.groups, narrow=not rating)

@@ -129,10 +129,11 @@ def _turn(engine: Engine, mailbox: EngineMailbox) -> None:
     gc.freeze()  # what torch and the model hold stays for good: a full pass over it takes 100 to 180 ms, in which no step is planned
     mailbox.send(Ready(engine.facts, engine.start_lines, engine.costs.plain() if engine.costs else None))
     beat = reported = time.monotonic()
-    stepped = True  # since the last report
+    news = True  # since the last report
     while True:
         for message in mailbox.receive(0 if engine.has_work else HEARTBEAT_SECONDS):
             engine.mark("drain")
+            news = True
             match message:
                 case Add(requests):
                     try:
@@ -146,7 +147,7 @@ def _turn(engine: Engine, mailbox: EngineMailbox) -> None:
                 case Shutdown():
                     return
         if engine.has_work:
-            stepped = True
+            news = True
             if outputs := engine.step():
                 mailbox.send(Outputs(outputs))
         if not engine.has_work:
@@ -154,11 +155,11 @@ def _turn(engine: Engine, mailbox: EngineMailbox) -> None:
         if engine.failure is not None:
             raise engine.failure
         now = time.monotonic()
-        if stepped and (not engine.has_work or now - reported >= REPORT_SECONDS):
+        if news and (not engine.has_work or now - reported >= REPORT_SECONDS):
             records = list(engine.records)
             engine.records.clear()
             mailbox.send(Steps(records, EngineState(**engine.state())))
-            reported, stepped = now, False
+            reported, news = now, False
         if now - beat >= HEARTBEAT_SECONDS:
             mailbox.send(Alive())
             beat = now

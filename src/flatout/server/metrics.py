@@ -44,7 +44,7 @@ class Histogram:
 
 @dataclass
 class Metrics:
-    """Of one model. Counters never fall, also when the engine starts anew."""
+    """Of one model."""
 
     prompt_tokens: int = 0  # of prompts whose first token came; each counts once, whatever its samples
     generation_tokens: int = 0  # that belong to answers: not those behind a stop string
