@@ -1,11 +1,12 @@
 """hardware.py: cores and memory from fake kernel files, the ceilings' cache, and a real measurement on a small working set."""
 
 import json
+import os
 
 import pytest
 
 from flatout import hardware
-from flatout.hardware import Bandwidth, Ceilings, Hardware, allowed_cores, available_memory, ceilings, cpu_isa, cpu_name
+from flatout.hardware import Bandwidth, Ceilings, Hardware, allowed_cores, available_memory, ceilings, cpu_isa, cpu_name, last_cache_bytes
 
 GIB = 1 << 30
 CPU = Hardware("cpu", "test CPU", None, 8 * GIB, 1, False)
@@ -174,3 +175,13 @@ def test_a_real_measurement(monkeypatch):
     for bandwidth in (*measured.read, measured.copy):
         assert 1e8 < bandwidth.low <= bandwidth.median <= bandwidth.high < 1e13
     assert torch.get_num_threads() == threads
+
+
+def test_the_largest_cache_of_a_core(tmp_path):
+    first = min(os.sched_getaffinity(0))
+    assert last_cache_bytes(tmp_path) == 0
+    for index, size in enumerate(("48K", "2048K", "30M", "odd")):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{first}/cache/index{index}"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(f"{size}\n")
+    assert last_cache_bytes(tmp_path) == 30 << 20

@@ -30,13 +30,13 @@ MAY: dict[str, str] = {
     "layers": "attention quant kernels dist batch",
     "models": "layers quant dist batch config modelfile",
     "speculative": "models kernels batch step",
-    "runner": "models layers quant attention speculative kernels dist batch step request config hardware modelfile",
+    "runner": "models layers quant attention speculative kernels dist batch step request config hardware modelfile ledger",
     "engine": "core runner ledger grammar request step config hardware modelfile",
     "llm": "engine text grammar modelfile request config hardware",
     "server": "request step config hardware modelfile text grammar ledger",
     "client": "text",
     "compress": "models layers quant kernels batch attention config modelfile llm",
-    "doctor": "ledger hardware modelfile models kernels batch step config request client llm",
+    "doctor": "ledger runner hardware modelfile models kernels batch step config request client llm",
     "plan": "core doctor ledger hardware modelfile step request config",
 }
 ANYTHING = {"bench", "fleet", "cli", "__init__", "__main__"}
@@ -44,7 +44,7 @@ NO_TORCH = {"config", "request", "step", "modelfile", "text", "grammar", "core",
 # everywhere but in server, bench, cli, fleet: what is installed beside flatout in the smallest set-up
 RUNTIME = {"torch", "triton", "numpy", "tokenizers", "safetensors", "jinja2"}
 EXTRAS = {
-    "server": {"msgspec", "zmq", "starlette", "uvicorn"},
+    "server": {"msgspec", "zmq", "starlette", "uvicorn", "prometheus_client"},
     "modelfile": {"huggingface_hub"},
     "llm": {"rich"},  # the progress bar, where it is installed
     "cli": {"rich"},  # tables and plots, where it is installed

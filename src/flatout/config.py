@@ -99,6 +99,7 @@ class ServerConfig:
     port: int = setting(8000, "port to listen on; 0 takes a free one")
     served_model_name: str | None = setting(None, "name of the model for clients (default: the model as given)")
     api_key: str | None = setting(None, "what clients must send as Authorization: Bearer KEY")
+    enable_log_requests: bool = setting(True, "a line of JSON for each request that ended, on standard error: times and counts, no text")
     max_body_bytes: int = setting(32 << 20, "largest request body taken", kind="size")
 
 

@@ -102,6 +102,14 @@ def _cpu_quotas(root: Path) -> Iterator[tuple[str, str]]:
             yield quota, period
 
 
+def last_cache_bytes(root: Path = Path("/")) -> int:
+    """Size of the largest cache that the first of this process's cores may use; 0 where the system does not tell."""
+    first = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    sizes = [_text(place / "size") for place in (root / f"sys/devices/system/cpu/cpu{first}/cache").glob("index*")]
+    units = {"K": 1 << 10, "M": 1 << 20}
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[:-1].isdigit() and size[-1] in units), default=0)
+
+
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes of RAM that this process can still take without swapping: the system's, or less where a cgroup allows less."""
     rooms = [int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
@@ -194,14 +202,17 @@ def ceilings(hardware: Hardware, refresh: bool = False) -> Ceilings:
     """
     import torch
 
-    path = cache_dir() / "hardware.json"
-    key = f"{hardware.fingerprint()} torch {torch.__version__}"
-    before = _entry(_kept(path).get(key))
+    before = kept_ceilings(hardware, torch.__version__)
     if before is not None and not refresh and (before.read[-1].settled or time.time() - before.measured < RETRY_SECONDS):
         return before
     best = measure(hardware) if before is None else _best(before, measure(hardware))
-    _keep(path, key, asdict(best), "bandwidth")
+    keep_entry(cache_dir() / "hardware.json", f"{hardware.fingerprint()} torch {torch.__version__}", asdict(best), "bandwidth")
     return best
+
+
+def kept_ceilings(hardware: Hardware, torch_version: str) -> Ceilings | None:
+    """What ceilings() kept for this machine; None where nothing was measured yet."""
+    return _entry(read_kept(cache_dir() / "hardware.json").get(f"{hardware.fingerprint()} torch {torch_version}"))
 
 
 @dataclass(frozen=True)
@@ -235,7 +246,7 @@ class Rates:
 
 def kept_rates(hardware: Hardware, torch_version: str) -> Rates | None:
     """What keep_rates() kept for this machine; None where nothing was, or what another version wrote."""
-    entry = _kept(cache_dir() / "rates.json").get(f"{hardware.fingerprint()} torch {torch_version}")
+    entry = read_kept(cache_dir() / "rates.json").get(f"{hardware.fingerprint()} torch {torch_version}")
     try:
         return Rates(tuple(Rate(**rate) for rate in entry["rates"]), float(entry["measured"])) if entry else None
     except (KeyError, TypeError, ValueError):
@@ -243,7 +254,7 @@ def kept_rates(hardware: Hardware, torch_version: str) -> Rates | None:
 
 
 def keep_rates(hardware: Hardware, torch_version: str, rates: Rates) -> None:
-    _keep(cache_dir() / "rates.json", f"{hardware.fingerprint()} torch {torch_version}", asdict(rates), "rates")
+    keep_entry(cache_dir() / "rates.json", f"{hardware.fingerprint()} torch {torch_version}", asdict(rates), "rates")
 
 
 def _best(a: Ceilings, b: Ceilings) -> Ceilings:
@@ -264,7 +275,7 @@ def _entry(entry: Any) -> Ceilings | None:
         return None
 
 
-def _kept(path: Path) -> dict[str, Any]:
+def read_kept(path: Path) -> dict[str, Any]:
     """The cache file; a damaged one counts as empty, since everything in it can be measured again."""
     try:
         kept = json.loads(path.read_text())
@@ -273,12 +284,12 @@ def _kept(path: Path) -> dict[str, Any]:
     return kept if isinstance(kept, dict) else {}
 
 
-def _keep(path: Path, key: str, entry: dict[str, Any], what: str) -> None:
+def keep_entry(path: Path, key: str, entry: dict[str, Any], what: str) -> None:
     """Put an entry into a cache file beside those of other machines."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({**_kept(path), key: entry}, indent=1))
+        temporary.write_text(json.dumps({**read_kept(path), key: entry}, indent=1))
         temporary.replace(path)
     except OSError as error:
         warnings.warn(f"the measured {what} cannot be kept ({error}); it will be measured again each time", stacklevel=3)

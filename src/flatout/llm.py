@@ -114,10 +114,11 @@ class _Live:
         self.token_ids += ids
         self.logprobs += (output.logprobs or [])[: len(ids)]
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        self.error, self.finish_reason, self.stop_reason, self.timing = output.error, reason, stop_reason, output.timing
-        if reason is not None and self.timing is None:  # ended by a stop string, which the engine does not know yet
-            r = self.request
-            self.timing = Timing(r.arrival, r.first_scheduled, r.first_token, time.monotonic())
+        self.error, self.finish_reason, self.stop_reason = output.error, reason, stop_reason
+        if reason is not None:
+            self.timing = output.timing
+            if output.finish_reason is None:  # ended by a stop string, which the engine does not know yet
+                self.timing = Timing.of(self.request, time.monotonic())
         if self.deltas is not None:
             self.deltas.append(StreamDelta(self.request.index, text, ids, reason, stop_reason, self.first.cached_tokens, self.timing))
 

@@ -27,6 +27,10 @@ class RequestError(ValueError):
         self.field = field
 
 
+# reasons of waiting (Request.waited) that are no shortage: no plan was made meanwhile, and: it ran before and lost its blocks
+NEXT_PLAN, PREEMPTED = "next plan", "preempted"
+
+
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end id, a stop id or a stop string
     LENGTH = "length"  # max_tokens, the context limit or the pool
@@ -223,6 +227,8 @@ class Request:
     cached_tokens: int = 0  # prompt tokens shared at first admission, cached or being computed; kept if the request starts over
     miss_reason: str = ""  # why no more of the prompt was cached
     preemptions: int = 0
+    waited: dict[str, float] = field(default_factory=dict)  # seconds in the queue, by reason (core/waits.py)
+    chunks: int = 0  # steps that computed more than its newest token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or stop string; None for an end id
     first_scheduled: float = 0.0
@@ -260,12 +266,20 @@ class PositionLogprobs:
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds on the engine's clock; differences are what users see."""
+    """Seconds on the engine's clock, the monotonic one that all processes of a machine share; differences are what users see."""
 
     arrival: float
     first_scheduled: float
     first_token: float
-    finished: float
+    finished: float  # 0: not yet
+    waited: dict[str, float] = field(default_factory=dict)  # Request's
+    chunks: int = 0
+
+    @classmethod
+    def of(cls, request: Request, finished: float | None = None) -> Timing:
+        """As it is by now, or would be had it finished then."""
+        end = request.finished if finished is None else finished
+        return cls(request.arrival, request.first_scheduled, request.first_token, end, dict(request.waited), request.chunks)
 
 
 @dataclass(slots=True)
@@ -283,5 +297,5 @@ class Output:
     cached_tokens: int = 0
     miss_reason: str = ""
     preemptions: int = 0
-    timing: Timing | None = None  # with the last Output
+    timing: Timing | None = None  # with the first Output and with the last
     error: str = ""  # why, when finish_reason is "error"

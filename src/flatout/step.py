@@ -7,7 +7,7 @@ Made by core/scheduler.py and runner/; read by engine.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -64,25 +64,45 @@ class StepResult:
 
 @dataclass(slots=True)
 class StepRecord:
-    """What a step cost and held; seconds on the engine's monotonic clock. Kept by engine.py, read by ledger/."""
+    """What a step cost and held; seconds on the monotonic clock of the machine, which all its processes share. Kept by engine.py, read by ledger/.
+
+    The device's time from the end of the step before to the end of this one is the step's wall time. It is what the device was busy for, what it
+    stood still for while the engine's thread was in some stage, and `handover_s`: wall_s = busy_s + sum(exposed) + handover_s, but for what no clock saw.
+    """
 
     step: int
-    start: float
+    start: float  # when it was planned
+    ended: float = 0.0
+    wall_s: float = 0.0
+    exposed: dict[str, float] = field(default_factory=dict)  # by stage of the engine's thread (ledger/laps.py); "idle": it had no work
+    handover_s: float = 0.0  # device idle though the step had been handed to it
+    # host seconds of the stages, hidden behind the device or not
+    drain_s: float = 0.0  # requests and aborts taken in
     schedule_s: float = 0.0
-    inputs_s: float = 0.0  # plan -> ForwardBatch, host side
+    inputs_s: float = 0.0  # plan -> ForwardBatch; on the CPU the compute thread's, where nothing hides it
     launch_s: float = 0.0  # host time to issue forward and sample on CUDA; on the CPU the compute thread's device_s holds it
     wait_s: float = 0.0  # host blocked on the device
     commit_s: float = 0.0
+    deliver_s: float = 0.0  # outputs handed on; in a script their text, too
     device_s: float = 0.0  # device busy: events on CUDA, the compute thread's clock on the CPU
+    sample_s: float = 0.0  # of device_s: from logits to ids; on the CPU alone
+    python_s: float = 0.0  # of device_s: Python between ops and programs; on the CPU alone
     tokens: int = 0
     rows: int = 0
     prefill_tokens: int = 0
-    kv_tokens: int = 0  # context read by attention, summed over rows
+    decodes: int = 0  # rows that bring one token and yield one
     sampled: int = 0
+    padded: int = 0  # rows that a captured step computes for nobody
+    kv_tokens: int = 0  # context read by attention, summed over rows
+    # by cache group, as ledger/table.py:StepShape has them: keys read, (query, key) pairs, keys of sampled rows
+    keys: tuple[int, ...] = ()
+    pairs: tuple[int, ...] = ()
+    last_keys: tuple[int, ...] = ()
+    graph: str = ""  # "hit", "padded" or "missed": whether a captured step held it; "": nothing is captured here
     running: int = 0
     blocks_used: int = 0
     blocks_total: int = 0
     preempted: int = 0
     threads: int = 0  # of the native CPU library: fewer than --threads while others use the cores (runner/threads.py); 0: always all
-    waiting: dict[str, int] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
+    waiting: dict[str, int] = field(default_factory=dict)  # requests left waiting, by reason
+    ops: list[tuple[str, float]] | None = None  # of a deep step: each op's name and seconds, in order

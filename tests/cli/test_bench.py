@@ -7,7 +7,7 @@ import re
 import pytest
 
 from flatout import engine
-from flatout.bench import compare, offline
+from flatout.bench import compare, ledger, offline
 from flatout.bench.account import step_flops
 from flatout.bench.kernels import SHOWN, KernelTime, added, kernel_lines
 from flatout.bench.workloads import NAMES, VOCAB, fold, workload
@@ -190,3 +190,20 @@ def test_compare_with_random_weights(tiny, capsys):
     assert out.count("3 of 3") == 2  # random, but the same
     assert "prefill 16" in out
     assert "transformers" in out
+
+
+def test_bench_ledger(default_model, capsys):
+    options = ["--batch", "1", "2", "--pairs", "2", "--steps", "5", "--max-model-len", "256", "--num-gpu-blocks-override", "64", "--quiet"]
+    assert main(["bench", "ledger", *options, "--json"]) == 0
+    costs = json.loads(capsys.readouterr().out)
+    assert [cost["batch"] for cost in costs] == [1, 2]
+    for cost in costs:
+        assert cost["pairs"] == 2 and cost["on"] > 0 < cost["off"] and 0 < cost["bound"] <= cost["ratio"]
+    assert main(["bench", "ledger", "--pairs", "1"]) == 1 and "--pairs: must be at least 2" in capsys.readouterr().err
+
+
+def test_the_bound_of_a_ratio():
+    assert ledger.lower_bound([1.0] * 20) == 1.0
+    close = [0.99, 1.01] * 12
+    assert 0.985 <= ledger.lower_bound(close) <= 1.0 < ledger.lower_bound([1.05, 1.07] * 12)
+    assert ledger.lower_bound([0.95, 0.97] * 12) < 0.985

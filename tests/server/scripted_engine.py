@@ -12,10 +12,13 @@ import json
 import math
 import os
 import time
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 from flatout.config import Config, ConfigError
 from flatout.request import FinishReason, ModelFacts, Output, PositionLogprobs, Request, RequestError, Timing, TokenLogprob
+from flatout.step import StepRecord
 
 BLOCK = 16
 CONTEXT = 2048
@@ -51,6 +54,9 @@ class ScriptedEngine:
             sampling_defaults=generation,
         )
         self.start_lines = ["a script, no model"]
+        self.costs = None
+        self.records: deque[StepRecord] = deque()
+        self.counts = {"steps": 0, "prefix_queries": 0, "prefix_hits": 0}
         self.failure: Exception | None = None
         self.pause = float(os.environ.get("SCRIPT_STEP_SECONDS", "0"))
         self.slots = config.scheduler.max_num_seqs or 64
@@ -72,6 +78,9 @@ class ScriptedEngine:
             asked = request.params.max_tokens
             request.limit = min(CONTEXT, len(request.prompt_ids) + (CONTEXT if asked is None else asked))
             request.cached_tokens = self._cached(request)
+            request.miss_reason = "" if request.cached_tokens else "too short"
+            self.counts["prefix_queries"] += len(request.prompt_ids)
+            self.counts["prefix_hits"] += request.cached_tokens
         self.waiting += requests
         self._tell()
 
@@ -80,12 +89,36 @@ class ScriptedEngine:
         self.waiting = [r for r in self.waiting if r.id != id or index not in (None, r.index)]
         self._tell()
 
+    def mark(self, stage: str) -> None:
+        pass
+
+    def deep(self, steps: int) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        waiting = {"slots": len(self.waiting)} if self.waiting else {}
+        return {
+            "running": len(self.running),
+            "waiting": waiting,
+            "blocks_used": len(self.running),
+            "blocks_total": self.slots,
+            **self.counts,
+        }
+
     def step(self) -> list[Output]:
+        begin = time.perf_counter()
         if self.pause:
             time.sleep(self.pause)
         while self.waiting and len(self.running) < self.slots:
-            self.running.append(self.waiting.pop(0))
+            request = self.waiting.pop(0)
+            request.first_scheduled = time.monotonic()
+            request.waited = {"slots": request.first_scheduled - request.arrival}
+            self.running.append(request)
+        rows = len(self.running)
         outputs = [self._advance(request) for request in self.running]
+        self.counts["steps"] += 1
+        now = time.perf_counter()
+        self.records.append(StepRecord(self.counts["steps"], begin, now, now - begin, {}, device_s=now - begin, tokens=rows, rows=rows))
         self.running = [r for r in self.running if r.finish_reason is None]
         self._tell()
         return outputs
@@ -133,8 +166,14 @@ class ScriptedEngine:
             stop_reason=request.stop_reason,
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=request.cached_tokens,
-            timing=Timing(request.arrival, 0, 0, 0) if request.finish_reason else None,
+            miss_reason=request.miss_reason,
+            timing=self._timing(request) if first or request.finish_reason else None,
         )
+
+    def _timing(self, request: Request) -> Timing:
+        request.first_token = request.first_token or time.monotonic()
+        finished = time.monotonic() if request.finish_reason else 0.0
+        return Timing(request.arrival, request.first_scheduled, request.first_token, finished, request.waited, 1)
 
     def _choose(self, request: Request, last: int) -> int:
         forced = [t for t, bias in (request.params.logit_bias or {}).items() if bias >= 100]

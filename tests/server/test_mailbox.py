@@ -127,3 +127,47 @@ def test_no_edge_is_lost(front: FrontMailbox) -> None:
 
     asyncio.run(main())
     assert answers == 2000
+
+
+def test_the_last_words_come_before_the_end(front: FrontMailbox) -> None:
+    """A line counts as closed once all that came by it can be read, however much and however late the loop looks."""
+    heard: list[Any] = []
+    said = [*([Outputs([OUTPUT] * 100)] * 200), Failed("why")]
+
+    async def main() -> None:
+        front.listen(lambda key, message: heard.append(message))
+        for i in range(5):
+            heard.clear()
+            engine = EngineMailbox(front.endpoint, f"e{i}")
+            for message in said:
+                engine.send(message)
+            engine.close()
+            await asyncio.wait_for(front.lines_closed.acquire(), 30)
+            front.drain()
+            assert len(heard) == len(said) and heard[-1] == said[-1]
+
+    asyncio.run(main())
+
+
+def test_a_send_to_the_dead_hides_no_arrival(front: FrontMailbox) -> None:
+    """zmq takes note of what has arrived while it sends, and tells by edges: also where the send itself fails."""
+    heard: list[Any] = []
+
+    async def main() -> None:
+        front.listen(lambda key, message: heard.append(message))
+        engine = EngineMailbox(front.endpoint, "e")
+        engine.send(Alive())
+        while not heard:
+            await asyncio.sleep(0.001)
+        engine.send(Failed("why"))
+        engine.close()
+        with pytest.raises(EngineGone):
+            for _ in range(1000):
+                front.send("e", Abort("id"))
+                time.sleep(0.005)  # the loop stands still
+        end = time.monotonic() + 10
+        while len(heard) < 2 and time.monotonic() < end:
+            await asyncio.sleep(0.005)
+
+    asyncio.run(main())
+    assert heard == [Alive(), Failed("why")]

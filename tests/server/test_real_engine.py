@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Served, children, cpu_seconds
+from served import Served, children, cpu_seconds, wait_for
+
+from flatout.ledger.table import table_from
 
 KNOWN = json.loads((Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
 POOL = 32 * 16  # tokens
@@ -92,6 +94,35 @@ def test_a_crowd_changes_nothing(real: Served) -> None:
     for a, b in zip(alone, crowd):
         assert a[0]["text"] == b[0]["text"] and a[0]["finish_reason"] == b[0]["finish_reason"]
     assert alone[2][0]["finish_reason"] == "stop" and alone[2][0]["text"] == ""
+
+
+def test_ledger_and_timings(real: Served) -> None:
+    """Parts of the device's time with ops by name; a request's parts with why its prompt was not cached."""
+    body = {"temperature": 0, "cache_salt": "ledger", "timings": True}
+    prompt = list(range(100, 160))
+    first = real.complete(prompt, max_tokens=4, **body)["timings"]
+    whole = real.complete(prompt, max_tokens=4, **body)["timings"]
+    other = real.complete([*prompt[:37], *range(500, 530)], max_tokens=4, **body)["timings"]
+    assert [t["cached_tokens"] for t in (first, whole, other)] == [0, 48, 32]
+    assert [t["cache_miss"] for t in (first, whole, other)] == ["salted", "", "differs at token 37"]
+    for timings in (first, whole, other):
+        assert sum(timings["parts_ms"].values()) == pytest.approx(timings["total_ms"], abs=0.05)
+        assert timings["prefill_chunks"] == 1 and timings["parts_ms"]["prefill"] > 0 < timings["parts_ms"]["decode"]
+    assert real.http.get("/ledger?deep=3").status_code == 200
+    real.complete(prompt, max_tokens=8, **body)
+    wait_for(lambda: real.http.get("/ledger").json()["models"]["smollm2"]["state"]["running"] == 0, 5)
+    found = real.http.get("/ledger").json()["models"]["smollm2"]
+    start = found["windows"]["start"]
+    assert sum(start["parts"].values()) == pytest.approx(start["seconds"])
+    loaded = start["seconds"] - start["parts"]["idle"]
+    assert abs(start["parts"]["residual"]) < 0.05 * loaded and 0 < start["of_floor"] < 1.5
+    assert {"attn.qkv", "attn.o", "mlp.gate_up", "mlp.down", "head"} <= {
+        op["label"].split()[1] for op in start["ops"] if " " in op["label"]
+    }
+    assert table_from(found["table"]).ops  # what top, dashboard and doctor make the same account from
+    text = real.http.get("/metrics").text
+    assert 'flatout:step_seconds_total{engine="0",model_name="smollm2",part="floor_bandwidth"}' in text
+    assert 'vllm:kv_cache_usage_perc{engine="0",model_name="smollm2"} 0.0' in text
 
 
 def test_b01_clients_that_leave_free_everything(real: Served) -> None:

@@ -23,9 +23,13 @@ VERBS = {  # verb -> (module with configure() and run(), what follows it, what i
     "doctor": ("flatout.cli.doctor.url", "--url URL", "what limits a running server, anybody's"),
     "doctor hardware": ("flatout.cli.doctor.hardware", "", "what this machine is, and gives when measured"),
     "doctor selfcheck": ("flatout.cli.doctor.selfcheck", "[MODEL]", "hold a model's fast arithmetic against float32"),
+    "doctor plan": ("flatout.cli.doctor.plan", "[MODEL]", "what fits and how fast it would be, before loading"),
+    "doctor whatif": ("flatout.cli.doctor.whatif", "[MODEL]", "what a changed setting, dtype or GPU would bring"),
+    "simulate": ("flatout.cli.simulate", "[MODEL]", "a load on paper: throughput, TTFT, TPOT, preemptions"),
     "pull": ("flatout.cli.pull", "[MODEL]", "download a model into the cache"),
     "bench offline": ("flatout.bench.offline", "", "time fixed work on this machine"),
     "bench load": ("flatout.bench.load", "--url URL", "put a load on a running server, anybody's"),
+    "bench ledger": ("flatout.bench.ledger", "", "what recording every step costs"),
     "bench compare": ("flatout.bench.compare", "", "time the same work here and in Transformers"),
     "bench compare-cpu": ("flatout.bench.compare_cpu", "", "time the same GGUF file here and in llama.cpp"),
 }

@@ -29,6 +29,8 @@ class Live:
     opened: bool = False  # had its first Output
     owed: bool = False  # preempted while a token of it was in flight
     declined: int = -1  # BlockPool.releases when it last found too few blocks
+    # waits.py's: until when its waiting is told, and what its clocks showed by then; None: it was preempted
+    since: tuple[float, dict[str, float] | None] | None = None
     kept: int = -2  # the step that last left it for the next one, to go whole; at first none, nor the one before the first
 
     def place(self) -> tuple[tuple[float, ...], int]:

@@ -21,6 +21,7 @@ from flatout.core.draft import Draft, Flight
 from flatout.core.live import Live
 from flatout.core.policy import POLICIES, Line, kept_whole
 from flatout.core.prefix import MISS_LOGPROBS, MISS_OFF, PrefixCache, root
+from flatout.core.waits import Waits
 from flatout.request import FinishReason, Output, Request, RequestError, Status, Timing, int32_bytes
 from flatout.step import StepPlan, StepResult
 
@@ -64,6 +65,7 @@ class Scheduler:
         self.counts = Counts(max_num_seqs)
         self.prefix = PrefixCache(self.blocks, block_size)
         self.counters = Counters()
+        self._waits = Waits()
         self._rank = POLICIES[policy]
         self._groups: dict[str, dict[int, Live]] = {}  # the live samples of each user request by index
         self._running = Line(Live.place)
@@ -89,6 +91,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """Who waits, by reason."""
+        return self._waits.count(len(self._waiting))
 
     def add(self, requests: list[Request]) -> None:
         """Queue the n samples of one user request: same id and prompt, index 0 to n-1. Raises RequestError and changes nothing if they
@@ -131,6 +138,7 @@ class Scheduler:
             self._arrivals += 1
             group[request.index] = live
             self._waiting.add(live)
+            self._waits.add(live)
 
     def abort(
         self, id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT, stop_reason: str | None = None
@@ -166,6 +174,7 @@ class Scheduler:
         request.preemptions += 1
         self.counters.preemptions += 1
         self._waiting.add(live)
+        self._waits.preempted(live)
 
     def _vacate(self, live: Live) -> None:
         """Give back slot and blocks. The device runs plans in order, so both may be reused by the next plan; and what is planned will be
@@ -193,6 +202,7 @@ class Scheduler:
         in that order. In a step that preempted nobody is admitted."""
         if len(self._flights) > 1:
             raise RuntimeError("two plans are uncommitted: commit the older one first")
+        self._waits.advance(now)
         self._publish_latest(self._flights[-1].published if self._flights else [])  # while the device works on the plan that computes them
         if self._order is None:
             rows = list(self._running)
@@ -208,6 +218,7 @@ class Scheduler:
         self._publish(draft)
         if preempted:
             draft.waiting = {"blocks": len(self._waiting)}
+            self._waits.why(self._waiting.first, "blocks", "blocks")
         else:
             self._admit(draft, now)
         return self._plan(draft) if draft.rows else None
@@ -265,6 +276,7 @@ class Scheduler:
                 draft.waiting[reason] = alike
                 if alike < len(self._waiting):
                     draft.waiting["policy"] = len(self._waiting) - alike
+                self._waits.why(live, reason, reason if alike > 1 else "policy")
                 break
             self._publish_latest(draft.published)  # also where the next in line does not look
             self._seat(live, shared, draft, now)
@@ -313,6 +325,7 @@ class Scheduler:
         """Give the head of the line a slot, the shared blocks and fresh ones."""
         request = live.request
         self._waiting.remove(live)
+        self._waits.told(live)
         if request.status is Status.WAITING:
             self._first_look(live, len(shared))
             request.first_scheduled = now
@@ -375,6 +388,9 @@ class Scheduler:
         )
         self.counts.advance(slots, reach, known, samples)
         self.counters.computed_tokens += plan.num_tokens
+        if plan.num_tokens > len(slots):
+            for row in np.flatnonzero(counts > 1).tolist():
+                requests[row].chunks += 1
         self._flights.append(Flight(plan, draft.rows, self.counts.epoch[slots], draft.published))
         self._steps += 1
         return plan
@@ -473,7 +489,6 @@ class Scheduler:
         request.finished = now
         self._finish(live, reason, stop_reason)
         output.finish_reason, output.stop_reason = reason, stop_reason
-        output.timing = Timing(request.arrival, request.first_scheduled, request.first_token, now)
         self._tell(request, output)
 
     @staticmethod
@@ -482,3 +497,4 @@ class Scheduler:
         output.cached_tokens = request.cached_tokens
         output.miss_reason = request.miss_reason
         output.preemptions = request.preemptions
+        output.timing = Timing.of(request)

@@ -24,8 +24,18 @@ if TYPE_CHECKING:
 
 
 class Head:
-    def __init__(self, spec: ModelSpec, embed: Embedding, scheme: Scheme, max_rows: int, *, dtype: torch.dtype, device: torch.device):
-        """A tied head of plain weights reads the embedding's; packed ones it has for itself."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        embed: Embedding,
+        scheme: Scheme,
+        max_rows: int,
+        runs_on: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """A tied head of plain weights reads the embedding's; packed ones it has for itself. runs_on: type of the device that the ops are for."""
         self.norm = Norm(spec.hidden_size, spec.norm_eps, spec.norm_offset, dtype=dtype, device=device)
         packed = scheme.lines > 1
         tied = embed.weight if spec.tie_embeddings and not packed else None
@@ -37,7 +47,7 @@ class Head:
         self._scratch = self._workspace.rows("normed", spec.hidden_size)
         self._logits = self._workspace.rows("logits", spec.vocab_size, torch.float32)
         # products on CUDA, and of packed weights, give float32 at once; in a float32 model both are the same buffer
-        self._raw = self._logits if device.type == "cuda" or packed else self._workspace.rows("logits", spec.vocab_size)
+        self._raw = self._logits if runs_on == "cuda" or packed else self._workspace.rows("logits", spec.vocab_size)
 
     def __call__(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """float32 [S, vocab] of rows (int64 [S], rising) of hidden [T, hidden]."""
@@ -50,6 +60,10 @@ class Head:
         if raw is not logits or self.scale != 1.0 or self.softcap:
             finish_logits(logits, raw, self.scale, self.softcap)
         return logits
+
+    def buffer_bytes(self) -> int:
+        """Of the rows it works on, logits above all."""
+        return self._workspace.nbytes
 
     def destinations(self) -> dict[str, Destination]:
         return under("norm", self.norm.destinations()) | under("head", self.projection.destinations())

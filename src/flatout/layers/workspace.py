@@ -32,6 +32,7 @@ class Workspace:
         self.max_rows = max_rows
         self.dtype = dtype
         self.device = device
+        self.nbytes = 0  # of its buffers
         self._count = max_rows
         self._rows: dict[tuple[object, ...], Rows] = {}  # views after what they are views of
 
@@ -43,6 +44,7 @@ class Workspace:
             # integers pick things: even a step that is only rehearsed must find none out of range
             make = torch.empty if dtype.is_floating_point else torch.zeros
             buffer = make(self.max_rows, width, dtype=dtype, device=self.device)
+            self.nbytes += buffer.nbytes
             self._rows[key] = Rows(lambda count: buffer[:count], self._count)
         return self._rows[key]
 

@@ -41,12 +41,14 @@ class Decoder:
         max_model_len: int,
         invariant: bool = False,
         packed: Mapping[str, int] | None = None,
+        runs_on: str = "",
     ):
         """Weights and buffers are allocated, not filled.
 
         max_tokens: most tokens of one forward(). max_logits: most rows of one logits(). max_model_len: positions of the rope tables; the
         spec's ropes have their lengths fixed for it (ModelSpec.for_length). invariant: on CUDA a row's products have the same bits whatever
         rows are beside it. packed: bits of the projections that are kept packed, by their names in destinations(), "layers.0.attn.qkv".
+        runs_on: the type of device that one on meta tensors stands for.
         """
         self.spec = spec
         self.max_logits = max_logits
@@ -63,7 +65,7 @@ class Decoder:
         self.layers = [
             Layer(spec, i, schemes, plain, groups[i], self.ropes, workspace, dtype=dtype, device=device) for i in range(spec.num_layers)
         ]
-        self.head = Head(spec, self.embed, schemes("head"), max_logits, dtype=dtype, device=device)
+        self.head = Head(spec, self.embed, schemes("head"), max_logits, runs_on or device.type, dtype=dtype, device=device)
         self._stream = workspace.rows("stream", spec.hidden_size)
         self._picked = Picked(max_logits, spec.hidden_size, spec.q_size, dtype=dtype, device=device)
 
@@ -120,6 +122,10 @@ class Decoder:
         destinations = self.destinations()
         twice = destinations["embed.weight"].tensor.nbytes if self.spec.tie_embeddings and "head.weight" in destinations else 0
         return sum(d.tensor.nbytes for d in destinations.values()) - twice
+
+    def buffer_bytes(self) -> int:
+        """Bytes beside the parameters and the KV cache: what a forward of max_tokens and max_logits works on, and the tables of the ropes."""
+        return self._workspace.nbytes + self._picked.nbytes + self.head.buffer_bytes() + sum(rope.table.nbytes for rope in self.ropes)
 
 
 class Layer:

@@ -16,17 +16,21 @@ import torch
 from flatout import __version__
 from flatout.attention.select import select_backend
 from flatout.attention.triton import FARTHEST, LONG
-from flatout.config import ROUNDED, Config, ConfigError, cache_dir
+from flatout.config import Config, cache_dir
 from flatout.hardware import Hardware
 from flatout.kernels import gpu, native
 from flatout.kernels.op import choices, shape_class
+from flatout.ledger.roofs import roof_here
+from flatout.ledger.table import CostTable
 from flatout.modelfile.sources import ModelSource
 from flatout.modelfile.spec import ModelSpec
 from flatout.models.decoder import Decoder
-from flatout.models.load import kept_packed, load_weights, rounded_packed
+from flatout.models.load import kept_packed, load_weights
 from flatout.request import MAX_LOGPROBS, Request, SamplingParams
+from flatout.runner.costs import cost_table
 from flatout.runner.graphs import DecodeGraphs, ladder
 from flatout.runner.memory import GIB, check_sizes, memory_errors_named, size_pool
+from flatout.runner.packing import packed_projections
 from flatout.runner.runner import Runner
 from flatout.runner.threads import Threads
 from flatout.step import StepPlan
@@ -42,6 +46,7 @@ class Built:
     runner: Runner
     num_blocks: int
     weight_bytes: int
+    costs: CostTable
     lines: list[str]
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
@@ -84,19 +89,8 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
         gpu.load(cache_dir() / "cuda")
         phase("kernels")
         lacking = gpu.lacking(device)
-    packed: dict[str, int] = {}
-    if model.quantization == "gguf":
-        if source.gguf is None:
-            raise ConfigError(f"--quantization: gguf keeps the weights of a GGUF file, and {source.name} is none; leave it out")
-        packed = kept_packed(source) if native.available() else {}
-    elif model.quantization in ROUNDED:
-        shapes = Decoder(spec, dtype=dtype, device=torch.device("meta"), max_tokens=1, max_logits=1, max_model_len=1)
-        packed, left = rounded_packed(shapes.destinations(), spec, ROUNDED[model.quantization])
-        if left:
-            lacking.append(
-                f"--quantization {model.quantization} leaves in {model.dtype}: "
-                + "; ".join(f"{count} x {what}" for what, count in left.items())
-            )
+    packed, left = packed_projections(config, source, spec)
+    lacking += [left] if left else []
     if device.type == "cpu":
         lacking += native.lacking()
         if native.available():
@@ -160,7 +154,17 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
             lines.append(f"graphs: decode steps of {_sizes(graphs.sizes)} rows, {(free - torch.cuda.mem_get_info()[0]) / GIB:.2f} GiB")
         phase("graphs")
     choices.save()
-    return Built(runner, pool.num_blocks, decoder.weight_bytes(), lines, seconds)
+    costs = cost_table(
+        spec,
+        name=source.name,
+        dtype=model.dtype,
+        kv_dtype=config.cache.kv_cache_dtype,
+        packed=packed,
+        runs_on=device.type,
+        roof=roof_here(hardware),
+    )
+    phase("costs")
+    return Built(runner, pool.num_blocks, decoder.weight_bytes(), costs, lines, seconds)
 
 
 def _mark(spec: ModelSpec, config: Config) -> str:

@@ -8,7 +8,6 @@ it is first met. Where many rows share keys a second form of the step reads thos
 
 from __future__ import annotations
 
-import time
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -86,7 +85,10 @@ class Staged:
     turn: int  # which host buffer
     used: int  # of it
     cascade: bool
-    seconds: float  # that it took the host
+
+
+def _plainly(forward: Callable[[], object]) -> None:
+    forward()
 
 
 class DecodeGraphs:
@@ -161,7 +163,6 @@ class DecodeGraphs:
 
     def stage(self, plan: StepPlan) -> Staged | None:
         """Write the plan where run() will find it, on the host; its rows are the plan's, then padding. None: no captured step holds it."""
-        begin = time.perf_counter()
         size = self.fitting(plan)
         if not size:
             return None
@@ -173,10 +174,10 @@ class DecodeGraphs:
             self._capture_cascade(step)
         turn = plan.step % RING
         used = self._stage(size, plan, self._arrays[turn], depth)
-        return Staged(step, turn, used, depth >= 0, time.perf_counter() - begin)
+        return Staged(step, turn, used, depth >= 0)
 
-    def run(self, staged: Staged, choose: bool) -> None:
-        """Queue the forward of what was staged, and the choice of each row's likeliest id if that is asked."""
+    def run(self, staged: Staged, choose: bool, by: Callable[[Callable[[], object]], object] = _plainly) -> None:
+        """Queue the forward of what was staged, and the choice of each row's likeliest id if that is asked; `by` calls it."""
         if self._staged_array is not None:  # by numpy, which keeps Python's lock for so few
             self._staged_array[: staged.used] = self._arrays[staged.turn][: staged.used]
         else:
@@ -184,9 +185,9 @@ class DecodeGraphs:
         step = staged.step
         cascade = step.cascade if staged.cascade else None
         if choose and step.both is not None and cascade is None:
-            step.both()
+            by(step.both)
             return
-        (cascade or step.forward)()
+        by(cascade or step.forward)
         if choose:
             step.choose()
 

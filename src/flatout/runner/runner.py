@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from flatout.kernels.inputs import remember
 from flatout.kernels.op import choices
 from flatout.kernels.upload import upload
 from flatout.models.decoder import Decoder
+from flatout.runner.clock import CudaClock, StepClock
 from flatout.runner.graphs import RING, CapturedStep, Executor, Staged
 from flatout.runner.inputs import build_inputs
 from flatout.runner.sampler import Logprobs, Sampler
@@ -36,10 +38,21 @@ class Timed:
     inputs_s: float
     launch_s: float
     device_s: float
+    wall_s: float  # since the end of the step before, as device_s was told
+    begun: float  # when it could begin, and
+    gap_s: float  # how long the device stood still until then,
+    handover_s: float  # for this part of it with the step at hand
+    sample_s: float = 0.0
+    python_s: float = 0.0
+    graph: str = ""
+    padded: int = 0
+    ops: list[tuple[str, float]] | None = None
     threads: int = 0  # of the native library
 
 
 Handle = Callable[[], Timed]  # blocks until the step is done
+# steps on the CPU of which one tells its ops apart, which takes 0.1 us for each: of decodes alone, and of those that take longer
+DEEP_EVERY, DEEP_CHUNKS = 64, 8
 
 
 class Runner:
@@ -56,17 +69,28 @@ class Runner:
         # of captured steps: where their ids go on the host, in turn, and which is next
         self._results = [torch.empty(max_slots, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(RING)]
         self._turn = 0
+        self.deep_steps = 0  # how many from now on are to tell their ops apart; on the CPU some do in any case
+        self._launched = 0
+        self._clock: StepClock = StepClock()  # of the step that is being executed, and
+        self._step: CapturedStep | None = None  # the captured one that holds it
+        self._finished = time.perf_counter()  # when the last step ended, on the CPU
+        self._end: torch.cuda.Event | None = None  # of the last step, on CUDA
         self.prompts: dict[int, tuple[np.ndarray, int]] = {}  # slot -> (prompt ids, alternatives) of requests that want prompt logprobs
         self.threads: Threads | None = None  # where there may be fewer than were asked for
+        self.makes_inputs_alone = device.type == "cpu"  # on the compute thread, so that the device waits for them
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute") if device.type == "cpu" else None
 
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step. Plans run in the order they are launched."""
+        self._launched += 1
+        deep = self.deep_steps > 0
+        self.deep_steps -= deep
         if self._thread is not None:
-            staged = self._stage_ahead(plan)
-            future: Future[Timed] = self._thread.submit(self._run_on_cpu, plan, staged)
+            every = DEEP_EVERY if plan.num_tokens == len(plan.slots) else DEEP_CHUNKS
+            clock, staged = StepClock(deep or self._launched % every == 0), self._stage_ahead(plan)
+            future: Future[Timed] = self._thread.submit(self._run_on_cpu, plan, staged, clock, time.perf_counter())
             return future.result
-        return self._launch_on_cuda(plan)
+        return self._launch_on_cuda(plan, CudaClock(deep))
 
     def close(self) -> None:
         if self._thread is not None:
@@ -81,33 +105,72 @@ class Runner:
             return None
         return decodes.stage(plan)
 
-    def _run_on_cpu(self, plan: StepPlan, staged: Staged | None) -> Timed:
-        begin = time.perf_counter()
+    def _run_on_cpu(self, plan: StepPlan, staged: Staged | None, clock: StepClock, handed: float) -> Timed:
+        before, begin = self._finished, time.perf_counter()
+        self._clock = clock
         with torch.inference_mode():
             output, inputs_s = self._execute(plan, lambda: None, staged)
         result = output.to_result()
         result.token_ids = result.token_ids.copy()  # a captured step's lie where its next ones will
-        seconds, threads = time.perf_counter() - begin, self.threads
-        if threads is None:
-            return Timed(result, inputs_s, 0.0, seconds - inputs_s)
-        timed = Timed(result, inputs_s, 0.0, seconds - inputs_s, threads.now)
-        threads.after(len(plan.slots) if plan.num_tokens == len(plan.slots) else 0, seconds)
+        self._finished = end = time.perf_counter()
+        seconds, threads = end - begin, self.threads
+        busy = seconds - inputs_s
+        timed = Timed(
+            result,
+            inputs_s,
+            0.0,
+            busy,
+            wall_s=end - before,
+            begun=begin,
+            gap_s=begin - before,
+            handover_s=begin - max(before, handed),
+            sample_s=clock.sample_s,
+            python_s=busy - clock.sample_s - clock.native_s,
+            ops=clock.per_op(),
+            threads=threads.now if threads else 0,
+            **self._captured(plan),
+        )
+        if threads is not None:
+            threads.after(len(plan.slots) if plan.num_tokens == len(plan.slots) else 0, seconds)
         return timed
 
-    def _launch_on_cuda(self, plan: StepPlan) -> Handle:
-        begin = time.perf_counter()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    def _launch_on_cuda(self, plan: StepPlan, clock: CudaClock) -> Handle:
+        begin = begun = time.perf_counter()
+        early = False  # the device had not ended the step before when it was given this one
+        self._clock = clock
+        before, start, end = self._end, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+        def begins() -> None:
+            nonlocal begun, early
+            early = before is not None and not before.query()
+            start.record()
+            begun = time.perf_counter()
+
         with torch.inference_mode():
-            output, inputs_s = self._execute(plan, start.record)
+            output, inputs_s = self._execute(plan, begins)
             output = output.map(self._to_host)
         end.record()
-        launch_s = time.perf_counter() - begin - inputs_s
+        self._end = end
+        launch_s, captured = time.perf_counter() - begin - inputs_s, self._captured(plan)
 
         def wait() -> Timed:
             end.synchronize()
-            return Timed(output.to_result(), inputs_s, launch_s, start.elapsed_time(end) / 1e3)
+            busy = start.elapsed_time(end) / 1e3
+            gap = max(0.0, before.elapsed_time(start) / 1e3) if before is not None else 0.0
+            handover = gap if early else 0.0
+            return Timed(output.to_result(), inputs_s, launch_s, busy, gap + busy, begun, gap, handover, ops=clock.per_op(), **captured)
 
         return wait
+
+    def _captured(self, plan: StepPlan) -> dict[str, Any]:
+        """Whether the step just issued was a captured one, and its rows of padding."""
+        decodes, step = self.executor.decodes, self._step
+        if decodes is None:
+            return {}
+        if step is None:
+            return {"graph": "missed"}
+        padded = step.size - len(plan.slots)
+        return {"graph": "padded" if padded else "hit", "padded": padded}
 
     def _execute(self, plan: StepPlan, begins: Callable[[], object], staged: Staged | None = None) -> tuple[_StepOutput, float]:
         """The step's output, under way, and the seconds until its forward began; begins() is called then, so that a device's wait for the host
@@ -120,25 +183,32 @@ class Runner:
 
     def _run(self, plan: StepPlan, begins: Callable[[], object], staged: Staged | None) -> tuple[_StepOutput, float]:
         begin = time.perf_counter()
-        decodes = self.executor.decodes
+        clock, decodes = self._clock, self.executor.decodes
         rating = self._admit(plan)
-        if staged is None and decodes is not None and not rating:
+        apart = clock.deep and self.device.type == "cuda"  # a graph's ops can't be told apart
+        if staged is None and decodes is not None and not rating and not apart:
             staged = decodes.stage(plan)
+        self._step = None
         if staged is not None and decodes is not None and not rating:
-            greedy = self.sampler.plainly_greedy(plan.slots)
+            self._step = step = staged.step
+            greedy, inputs_s = self.sampler.plainly_greedy(plan.slots), time.perf_counter() - begin
             begins()
-            decodes.run(staged, greedy)
-            return self._chosen(staged.step, plan, greedy), staged.seconds
+            decodes.run(staged, greedy, clock.program)
+            with clock.sampling():
+                return self._chosen(step, plan, greedy), inputs_s
         inputs = build_inputs(plan, self.slots, self.block_size, self.groups, narrow=not rating)
         inputs_s = time.perf_counter() - begin
 
         begins()
-        hidden = self.executor.forward(inputs.batch, inputs.host)
-        output = _StepOutput(None, None, {})
-        if len(inputs.sampled_slots):
-            logits = self.decoder.logits(hidden, (inputs.batch.last or inputs.batch).sample_rows)
-            sampled = self.sampler.sample(logits, inputs.sampled_slots, inputs.sampled_positions)
-            remember(self.slots.last_ids, inputs.sampled_slots_device, sampled.ids)
+        output, logits = _StepOutput(None, None, {}), None
+        with clock.loose():
+            hidden = self.executor.forward(inputs.batch, inputs.host)
+            if len(inputs.sampled_slots):
+                logits = self.decoder.logits(hidden, (inputs.batch.last or inputs.batch).sample_rows)
+        if logits is not None:
+            with clock.sampling():
+                sampled = self.sampler.sample(logits, inputs.sampled_slots, inputs.sampled_positions)
+                remember(self.slots.last_ids, inputs.sampled_slots_device, sampled.ids)
             output = _StepOutput(sampled.ids, sampled.logprobs, {})
         if rating:
             self._prompt_logprobs(plan, hidden, output)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,12 +21,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flatout.config import Config, ServerConfig
+from flatout.ledger.account import Marks
 from flatout.request import RequestError
 from flatout.server import openai
 from flatout.server.engines import ClientGone, ServedModel
+from flatout.server.mailbox import Deep
+from flatout.server.metrics import CONTENT_TYPE, exposition
 from flatout.server.protocol import ApiError
 from flatout.server.replies import Model, ModelList, encode
 
+MOST_DEEP = 1000  # steps asked for at once: on a GPU they run op by op
 TEXT_THREADS = 4  # prepare requests; a long prompt takes one for its whole tokenising
 Models = Mapping[str, ServedModel]
 
@@ -36,9 +41,15 @@ def make_app(models: Models, config: Config, server: ServerConfig) -> ASGIApp:
 
     def route(order: Callable[[Models, Config, bytes], openai.Order]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
+            marks = Marks(time.monotonic())
             raw = await _body(request, server.max_body_bytes)
-            ready = await asyncio.get_running_loop().run_in_executor(pool, order, models, config, raw)
-            return await openai.answer(request, ready)
+
+            def ordered() -> openai.Order:
+                marks.parsing = time.monotonic()
+                return order(models, config, raw)
+
+            ready = await asyncio.get_running_loop().run_in_executor(pool, ordered)
+            return await openai.answer(request, ready, marks)
 
         return endpoint
 
@@ -46,6 +57,19 @@ def make_app(models: Models, config: Config, server: ServerConfig) -> ASGIApp:
         """200 only while every engine is ready and alive."""
         trouble = next((m.trouble for m in models.values() if m.trouble is not None), None)
         return _json({"status": "ok"}) if trouble is None else _json({"status": "unavailable", "reason": trouble}, 503)
+
+    async def metrics(request: Request) -> Response:
+        served = [(m.name, m.metrics, m.ledger) for m in models.values()]
+        return Response(exposition(served), media_type=CONTENT_TYPE)
+
+    async def ledger(request: Request) -> Response:
+        """Each model's account and its cost table. ?deep=N: so many steps from now on tell their ops apart."""
+        if (deep := request.query_params.get("deep")) is not None:
+            if not (deep.isdecimal() and 0 < int(deep) <= MOST_DEEP):
+                raise ApiError(400, f"deep: must be a whole number from 1 to {MOST_DEEP}, got {deep!r}", param="deep", code="invalid_value")
+            for model in models.values():
+                model.send(Deep(int(deep)))
+        return _json({"models": {m.name: m.accounts() for m in models.values()}})
 
     async def list_models(request: Request) -> Response:
         return _json(ModelList(data=[_model(m) for m in models.values()]))
@@ -56,6 +80,8 @@ def make_app(models: Models, config: Config, server: ServerConfig) -> ASGIApp:
     app = Starlette(
         routes=[
             Route("/health", health),
+            Route("/metrics", metrics),
+            Route("/ledger", ledger),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", one_model),
             Route("/v1/completions", route(openai.completion_order), methods=["POST"]),

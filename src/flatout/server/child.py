@@ -16,17 +16,22 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 import msgspec
 
 from flatout.config import Config, ConfigError
+from flatout.ledger.laps import IDLE
+from flatout.ledger.table import CostTable
 from flatout.modelfile.spec import ModelFileError
 from flatout.request import FinishReason, ModelFacts, Output, Request, RequestError
-from flatout.server.mailbox import Abort, Add, Alive, EngineMailbox, Failed, Outputs, Ready, Refused, Shutdown
+from flatout.server.mailbox import Abort, Add, Alive, Deep, EngineMailbox, EngineState, Failed, Outputs, Ready, Refused, Shutdown, Steps
+from flatout.step import StepRecord
 
 HEARTBEAT_SECONDS = 1.0
+REPORT_SECONDS = 0.25
 
 T = TypeVar("T")
 
@@ -62,6 +67,8 @@ class Engine(Protocol):
 
     facts: ModelFacts
     start_lines: list[str]
+    costs: CostTable | None
+    records: deque[StepRecord]  # of its last steps; taken from here
     failure: Exception | None  # what keeps failing step after step
 
     @property
@@ -69,6 +76,12 @@ class Engine(Protocol):
     def add(self, requests: list[Request]) -> None: ...
     def abort(self, id: str, index: int | None, reason: FinishReason, stop_reason: str | None) -> None: ...
     def step(self) -> list[Output]: ...
+    def mark(self, stage: str) -> None: ...
+    def deep(self, steps: int) -> None: ...
+    def state(self) -> dict[str, Any]:
+        """The fields of mailbox.py:EngineState."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -114,10 +127,13 @@ def _turn(engine: Engine, mailbox: EngineMailbox) -> None:
     """The loop, until Shutdown. Idle it sleeps in the mailbox."""
     gc.collect()
     gc.freeze()  # what torch and the model hold stays for good: a full pass over it takes 100 to 180 ms, in which no step is planned
-    mailbox.send(Ready(engine.facts, engine.start_lines))
-    beat = time.monotonic()
+    mailbox.send(Ready(engine.facts, engine.start_lines, engine.costs.plain() if engine.costs else None))
+    beat = reported = time.monotonic()
+    news = True  # since the last report
     while True:
         for message in mailbox.receive(0 if engine.has_work else HEARTBEAT_SECONDS):
+            engine.mark("drain")
+            news = True
             match message:
                 case Add(requests):
                     try:
@@ -126,13 +142,25 @@ def _turn(engine: Engine, mailbox: EngineMailbox) -> None:
                         mailbox.send(Refused(requests[0].id, error.field, str(error)))
                 case Abort(id, index, reason, stop_reason):
                     engine.abort(id, index, reason, stop_reason)
+                case Deep(steps):
+                    engine.deep(steps)
                 case Shutdown():
                     return
-        if engine.has_work and (outputs := engine.step()):
-            mailbox.send(Outputs(outputs))
+        if engine.has_work:
+            news = True
+            if outputs := engine.step():
+                mailbox.send(Outputs(outputs))
+        if not engine.has_work:
+            engine.mark(IDLE)
         if engine.failure is not None:
             raise engine.failure
-        if (now := time.monotonic()) - beat >= HEARTBEAT_SECONDS:
+        now = time.monotonic()
+        if news and (not engine.has_work or now - reported >= REPORT_SECONDS):
+            records = list(engine.records)
+            engine.records.clear()
+            mailbox.send(Steps(records, EngineState(**engine.state())))
+            reported, news = now, False
+        if now - beat >= HEARTBEAT_SECONDS:
             mailbox.send(Alive())
             beat = now
 

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from flatout.ledger.account import Marks, RequestAccount, SequenceTimes, account_of
+from flatout.ledger.ledger import Ledger
+from flatout.ledger.table import table_from
 from flatout.request import FinishReason, ModelFacts, Output, PositionLogprobs, Request
-from flatout.server.mailbox import Abort, Add, Alive, Down, EngineGone, Failed, FrontMailbox, Outputs, Ready, Refused, Up
+from flatout.server.mailbox import Abort, Add, Alive, Down, EngineGone, Failed, FrontMailbox, Outputs, Ready, Refused, Steps, Up
+from flatout.server.metrics import Metrics
 from flatout.server.protocol import ApiError
 from flatout.server.replies import PromptTokensDetails, Usage
 from flatout.text.chat import ChatTemplate
@@ -49,6 +56,7 @@ class Sequence:
         self.choice, self.request = choice, request
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.times = SequenceTimes()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._text = SequenceText(tokenizer, request.params, request.prompt_ids) if tokenizer else None
@@ -64,6 +72,9 @@ class Sequence:
         self.completion_tokens += len(ids)
         self.cached_tokens = output.cached_tokens or self.cached_tokens  # told with the first and the last output, not between
         self.finish_reason, self.stop_reason = reason, stop_reason
+        if output.timing is not None:  # with the first output and the last
+            self.times.timing, self.times.cached_tokens = output.timing, output.cached_tokens
+            self.times.miss_reason, self.times.preemptions = output.miss_reason, output.preemptions
         piece = self._piece = self._piece or Piece(self.choice)
         piece.text += text
         piece.token_ids += ids
@@ -84,13 +95,16 @@ class Sequence:
 class Flight:
     """Made by ServedModel.launch(); close() it in any case: that ends what still runs."""
 
-    def __init__(self, model: ServedModel, prompts: list[list[Request]]):
-        """`prompts`: the sequences of each prompt; choice = prompt x n + sample."""
+    def __init__(self, model: ServedModel, prompts: list[list[Request]], marks: Marks):
+        """`prompts`: the sequences of each prompt; choice = prompt x n + sample. marks: of its way here."""
         self.prompts = prompts
+        self.marks = marks
+        self.reason = ""  # how it ended, once it has: a finish reason, "error" or "abort"
         requests = [request for sequences in prompts for request in sequences]
         self.sequences = {request.key: Sequence(choice, request, model.tokenizer) for choice, request in enumerate(requests)}
         self._model = model
         self._error: ApiError | ClientGone | None = None
+        self._begun: set[str] = set()  # prompts whose first token came
         self._wake = asyncio.Event()
 
     @property
@@ -125,10 +139,39 @@ class Flight:
         elif output.finish_reason == FinishReason.ABORT:
             self.fail(ApiError.unavailable("the engine dropped the request"))
         else:
-            sequence.push(output)
+            self._take_in(sequence, output)
             if sequence.finish_reason is not None and output.finish_reason is None:
                 self._model.send(Abort(output.id, output.index, sequence.finish_reason, str(sequence.stop_reason)))
             self._wake.set()
+
+    def _take_in(self, sequence: Sequence, output: Output) -> None:
+        """Its text, and what is counted of it."""
+        metrics, times, begin = self._model.metrics, sequence.times, time.monotonic()
+        before = sequence.completion_tokens
+        sequence.push(output)
+        now = time.monotonic()
+        self.marks.detokenise_s += now - begin
+        if count := sequence.completion_tokens - before:
+            metrics.generation_tokens += count
+            if times.first_token:
+                metrics.gap.observe((begin - times.latest) / count, count)
+            else:
+                times.first_token = begin
+                metrics.ttft.observe(begin - self.marks.accepted)
+            times.tokens, times.latest = sequence.completion_tokens, begin
+        if output.id not in self._begun:
+            self._begun.add(output.id)
+            metrics.prompt_tokens += len(sequence.request.prompt_ids)
+        if sequence.finish_reason is not None:
+            times.texted = now
+            metrics.finished[sequence.finish_reason] = metrics.finished.get(sequence.finish_reason, 0) + 1
+            if self.done:
+                self.marks.texted = now
+
+    def account(self) -> RequestAccount:
+        """Where its time went: until its end, or so far."""
+        prompt = sum(len(requests[0].prompt_ids) for requests in self.prompts)
+        return account_of(self.marks, [s.times for s in self.sequences.values()], prompt, time.monotonic())
 
     def fail(self, error: ApiError | ClientGone) -> None:
         """Whoever takes gets the error; after the last token there is nothing left to fail."""
@@ -143,6 +186,13 @@ class Flight:
 
     def close(self) -> None:
         """Take nothing more; end in the engine what still runs. A second call does nothing."""
+        if self.reason:
+            return
+        self.marks.ended = time.monotonic()
+        ends = {s.finish_reason for s in self.sequences.values()}
+        self.reason = "abort" if None in ends else "+".join(sorted(filter(None, ends)))
+        if self._error is not None:
+            self.reason = "abort" if isinstance(self._error, ClientGone) else "error"
         self._model.forget(self)
 
     def usage(self) -> Usage:
@@ -163,6 +213,9 @@ class ServedModel:
         self.template: ChatTemplate | None = None
         self.facts: ModelFacts | None = None
         self.start_lines: list[str] = []
+        self.metrics = Metrics()
+        self.ledger = Ledger()
+        self.log: Callable[[str], None] | None = None  # takes a line for each request that ended
         self.settled = asyncio.Event()  # the engine is ready, or down
         self._mailbox = mailbox
         self._trouble: str | None = "the model is loading"
@@ -183,11 +236,14 @@ class ServedModel:
         if not self._down:
             self._trouble = None
 
-    def launch(self, prompts: list[list[Request]]) -> Flight:
+    def launch(self, prompts: list[list[Request]], marks: Marks) -> Flight:
         """Send the sequences of each prompt to the engine. Raises ApiError 503 when it can't be used."""
         if self._trouble is not None:
             raise ApiError.unavailable(self._trouble)
-        flight = Flight(self, prompts)
+        flight = Flight(self, prompts, marks)
+        marks.sent = time.monotonic()
+        self.metrics.requests += 1
+        self.metrics.in_flight += 1
         for requests in prompts:
             self._flights[requests[0].id] = flight
             self.send(Add(requests))
@@ -198,6 +254,15 @@ class ServedModel:
             id = requests[0].id
             if self._flights.pop(id, None) and any(flight.sequences[r.key].finish_reason is None for r in requests):
                 self.send(Abort(id))
+        account = flight.account()
+        self.metrics.in_flight -= 1
+        self.metrics.ended(account)
+        for sequence in flight.sequences.values():
+            if sequence.finish_reason is None:
+                self.metrics.finished[flight.reason] = self.metrics.finished.get(flight.reason, 0) + 1
+        if self.log is not None:
+            head = {"request": flight.prompts[0][0].id, "model": self.name, "end": flight.reason, "choices": len(flight.sequences)}
+            self.log(json.dumps({**head, **account.plain()}))
 
     def send(self, message: Down) -> None:
         """To a dead engine: lost, as its requests are; down() tells everybody when the process's end is noticed."""
@@ -214,14 +279,30 @@ class ServedModel:
                         self._push(flight, output)
             case Refused(id, name, text):
                 if (flight := self._flights.get(id)) is not None:
+                    self.metrics.refused += 1
                     flight.fail(ApiError.refused(name, text))
-            case Ready(facts, lines):
+            case Steps(records, state):
+                self.metrics.state = state
+                for record in records:
+                    self.ledger.add(record)
+            case Ready(facts, lines, costs):
                 self.facts, self.start_lines = facts, lines
+                self.ledger = Ledger(table_from(costs) if costs else None)
                 self.settled.set()
             case Failed(text):
                 self.down(text)
             case Alive():
                 pass
+
+    def accounts(self) -> dict[str, Any]:
+        """For JSON: how the engine stands, its account by window (ledger.WINDOWS, and since the start), and its cost table."""
+        state, table = self.metrics.state, self.ledger.table
+        windows = self.ledger.windows(busy=state.running > 0)
+        return {
+            "state": {"running": state.running, "waiting": state.waiting, "in_flight": self.metrics.in_flight, "blocks": state.usage},
+            "windows": {name: account.plain() for name, account in windows.items()},
+            "table": table.plain() if table else None,
+        }
 
     def down(self, reason: str) -> None:
         """The engine cannot go on: say why to everyone who waits and to all who come. The first reason stays."""

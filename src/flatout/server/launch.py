@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import TypeVar
 
 import msgspec
@@ -33,7 +34,7 @@ from flatout.text.tokenizer import load_tokenizer
 ENGINE = "flatout.engine:Engine"
 # From a stop signal to the last process gone stays under 5 s: open requests may end, then hear an error, then the engine may leave.
 REQUESTS_GRACE, ERRORS_GRACE, ENGINE_GRACE = 1.5, 0.5, 1.0
-LAST_WORDS_SECONDS = 0.2  # what a process sent before it died may still be on its way
+LAST_WORDS_SECONDS = 2.0  # for the line of a process that ended to close, where it ever had one
 
 T = TypeVar("T")
 
@@ -75,17 +76,17 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class EngineProcess:
-    """One engine's child process. `ended(reason)` is called on the loop once it is gone, whoever ended it."""
+    """One engine's child process. `ended(reason)` is called on the loop once it is gone, whoever ended it, and all that it sent is delivered."""
 
-    def __init__(self, endpoint: str, key: str, engine: str, ended: Callable[[str], None]):
+    def __init__(self, mailbox: FrontMailbox, key: str, engine: str, ended: Callable[[str], None]):
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)  # the child finds the modules that this process finds
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "flatout.server.child"], stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
         )
         self.gone = asyncio.Event()
-        self._ended = ended
-        self.tell(Call(endpoint, key, engine))
-        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), daemon=True).start()
+        self._mailbox, self._ended = mailbox, ended
+        self.tell(Call(mailbox.endpoint, key, engine))
+        self._burial = asyncio.create_task(self._bury())
 
     def tell(self, message: msgspec.Struct) -> None:
         assert self.process.stdin is not None
@@ -102,11 +103,13 @@ class EngineProcess:
             patience = ENGINE_GRACE
         await self.gone.wait()
 
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        code = self.process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            loop.call_soon_threadsafe(self.gone.set)
-            loop.call_soon_threadsafe(loop.call_later, LAST_WORDS_SECONDS, self._ended, _obituary(code))
+    async def _bury(self) -> None:
+        code = await _in_thread(self.process.wait)
+        self.gone.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._mailbox.lines_closed.acquire(), LAST_WORDS_SECONDS)
+        self._mailbox.drain()
+        self._ended(_obituary(code))
 
 
 def _obituary(code: int) -> str:
@@ -115,6 +118,27 @@ def _obituary(code: int) -> str:
     if code < 0:
         return f"the engine process died of {signal.Signals(-code).name}"
     return f"the engine process ended with exit code {code}"
+
+
+class RequestLog:
+    """Lines for standard error, written by a thread of their own: a terminal or a pipe that blocks holds up no request."""
+
+    def __init__(self) -> None:
+        self._lines: SimpleQueue[str | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def write(self, line: str) -> None:
+        self._lines.put(line)
+
+    def close(self) -> None:
+        """Lines that don't get out within a second are lost."""
+        self._lines.put(None)
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            print(line, file=sys.stderr, flush=True)
 
 
 class _Http(uvicorn.Server):
@@ -132,12 +156,15 @@ async def _serve(config: Config, server: ServerConfig, engine: str, listener: so
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     mailbox = FrontMailbox()
     model = ServedModel(server.served_model_name or config.model.model, key="engine-0", mailbox=mailbox)
+    log = RequestLog()
+    if server.enable_log_requests:
+        model.log = log.write
     models = {model.name: model}
     engines = {m.key: m for m in models.values()}
     mailbox.listen(lambda key, message: engines[key].deliver(message))
     http = _Http(uvicorn.Config(make_app(models, config, server), lifespan="off", log_config=None, access_log=False))
     serving = asyncio.create_task(http.serve(sockets=[listener]))
-    child = EngineProcess(mailbox.endpoint, model.key, engine, ended=model.down)
+    child = EngineProcess(mailbox, model.key, engine, ended=model.down)
     loading = asyncio.create_task(_load(model, config, child))
     stopped = asyncio.create_task(stop.wait())
     failure = None
@@ -156,6 +183,7 @@ async def _serve(config: Config, server: ServerConfig, engine: str, listener: so
         model.send(Shutdown())
         await child.stop(patience=0 if model.facts is None else ENGINE_GRACE)  # while it loads, it does not listen
         mailbox.close()
+        log.close()
     if failure is not None:
         print(f"flatout: error: {failure}", file=sys.stderr)
     return 1 if failure else 0

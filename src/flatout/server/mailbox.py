@@ -12,12 +12,13 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
 
 from flatout.request import FinishReason, ModelFacts, Output, Request
+from flatout.step import StepRecord
 
 LONGEST_SOCKET_PATH = 100  # sockaddr_un holds 107 bytes and an end
 
@@ -44,11 +45,17 @@ class Abort(msgspec.Struct, tag=True):
     stop_reason: str | None = None
 
 
+class Deep(msgspec.Struct, tag=True):
+    """So many steps from the next one on tell their ops apart."""
+
+    steps: int
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """Finish the step in progress and leave."""
 
 
-Down = Add | Abort | Shutdown
+Down = Add | Abort | Deep | Shutdown
 
 # -- up: engine -> front --------------------------------------------------------------------------------------------------
 
@@ -56,12 +63,41 @@ Down = Add | Abort | Shutdown
 class Ready(msgspec.Struct, tag=True):
     facts: ModelFacts
     start_lines: list[str]
+    costs: dict[str, Any] | None = None  # CostTable.plain()
 
 
 class Outputs(msgspec.Struct, tag=True):
     """Everything that one step yielded."""
 
     outputs: list[Output]
+
+
+class EngineState(msgspec.Struct):
+    """How the engine stands; counters since its start."""
+
+    running: int = 0
+    waiting: dict[str, int] = {}  # sequences in the queue by what they wait for
+    blocks_used: int = 0
+    blocks_total: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens
+    prefix_hits: int = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(self.waiting.values())
+
+    @property
+    def usage(self) -> float:
+        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
+
+
+class Steps(msgspec.Struct, tag=True):
+    """The records of steps since the last of these, and how the engine stands. Sent a few times a second, and when there is nothing more to do."""
+
+    records: list[StepRecord]
+    state: EngineState
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -82,11 +118,14 @@ class Alive(msgspec.Struct, tag=True):
     """The engine's loop turns. Sent every HEARTBEAT_SECONDS."""
 
 
-Up = Ready | Outputs | Refused | Failed | Alive
+Up = Ready | Outputs | Steps | Refused | Failed | Alive
 
 
 class FrontMailbox:
-    """The front's end, on the event loop. `deliver(key, message)` is called for each arrival, in order, from the loop."""
+    """The front's end, on the event loop. `deliver(key, message)` is called for each arrival, in order, from the loop.
+
+    `lines_closed` gains one for each engine whose end of the line closed, once all that it had sent can be received.
+    """
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="flatout-"))  # mode 0700: who can reach the socket owns the engine
@@ -101,6 +140,8 @@ class FrontMailbox:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to nobody is an error, not a loss
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)  # told when the end of what was sent has been read
+        self.lines_closed = asyncio.Semaphore(0)
         self._socket.bind(self.endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Up)
@@ -111,8 +152,9 @@ class FrontMailbox:
         """Start delivering on the running loop."""
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.fileno(), self._drain)
-        self._loop.call_soon(self._drain)
+        for socket, receive in ((self._socket, self.drain), (self._monitor, self._count_closed)):
+            self._loop.add_reader(socket.fileno(), receive)
+            self._loop.call_soon(receive)  # zmq signals what comes after a look that found nothing
 
     def send(self, key: str, message: Down) -> None:
         """Raises EngineGone when no process with that key is connected."""
@@ -120,25 +162,38 @@ class FrontMailbox:
             self._socket.send_multipart([key.encode(), self._encoder.encode(message)], flags=zmq.DONTWAIT)
         except zmq.ZMQError as error:
             raise EngineGone(f"engine {key!r} is not connected: {error}") from None
-        # zmq signals by edges, and a send may have taken the edge of an arrival
-        if self._loop is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._loop.call_soon(self._drain)
+        finally:
+            # zmq signals by edges, and a send, also one that failed, may have taken the edge of an arrival
+            if self._loop is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._loop.call_soon(self.drain)
 
     def close(self) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_reader(self._monitor.fileno())
             self._loop = None
+        self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
         self._context.term()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Deliver what is here."""
         while self._loop is not None:
             try:
                 key, payload = self._socket.recv_multipart(flags=zmq.DONTWAIT)
             except zmq.Again:
                 return
             self._deliver(key.decode(), self._decoder.decode(payload))
+
+    def _count_closed(self) -> None:
+        while self._loop is not None:
+            try:
+                self._monitor.recv_multipart(flags=zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self.lines_closed.release()
 
     @staticmethod
     def _nobody(key: str, message: Up) -> NoReturn:

@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from flatout import __version__
 from flatout.config import Config
+from flatout.ledger.account import Marks
 from flatout.request import MAX_LOGPROBS, ModelFacts, PositionLogprobs, Request, RequestError, SamplingParams
 from flatout.server.engines import ClientGone, Flight, Piece, ServedModel
 from flatout.server.logprobs import CompletionLogprobsMaker, chat_logprobs, prompt_logprobs
@@ -38,11 +39,12 @@ from flatout.server.replies import (
     Usage,
     encode,
 )
-from flatout.server.sse import DONE, EventStream, event
+from flatout.server.sse import DONE, EventStream, Whole, event
 from flatout.text.prepare import default_params, prepare
 from flatout.text.tokenizer import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default on /v1/completions; a chat may use the whole context
+TIMINGS_HEADER = "x-flatout-timings"  # as `timings: true` in the body, for clients that can't write into it
 FINGERPRINT = f"flatout-{__version__}"
 
 
@@ -67,6 +69,7 @@ class Order:
     body: CompletionBody | ChatBody
     prompts: list[list[Request]] = field(default_factory=list)  # the n sequences of each
     shown: list[str] = field(default_factory=list)  # what echo puts before each prompt's choices
+    times: bool = False  # the reply says where its time went
 
 
 def completion_order(models: Mapping[str, ServedModel], config: Config, raw: bytes) -> Order:
@@ -186,9 +189,10 @@ def _text_of(message: dict[str, Any]) -> str:
 # -- answers: on the event loop -------------------------------------------------------------------------------------------
 
 
-async def answer(request: HttpRequest, order: Order) -> Response:
-    """Run the order. Errors before the first token are HTTP errors, in a stream too; later ones are an event in it."""
-    flight = order.model.launch(order.prompts)
+async def answer(request: HttpRequest, order: Order, marks: Marks) -> Response:
+    """Run the order; marks: of its way here. Errors before the first token are HTTP errors, in a stream too; later ones are an event in it."""
+    order.times = bool(order.body.timings) or _asks(request.headers.get(TIMINGS_HEADER))
+    flight = order.model.launch(order.prompts, marks)
     watch = asyncio.create_task(_watch(request, flight))
 
     def close() -> None:
@@ -199,12 +203,24 @@ async def answer(request: HttpRequest, order: Order) -> Response:
     try:
         pieces = await flight.take(whole=not order.body.stream)
         if order.body.stream:
-            return EventStream(_events(reply, flight, pieces), close)
+            return EventStream(_events(reply, flight, pieces), close, flight.marks)
     except BaseException:
         close()
         raise
-    close()
-    return Response(encode(reply.whole(pieces, flight.usage())), media_type="application/json")
+    try:
+        body = encode(reply.whole(pieces, flight.usage(), reply.timings(flight)))
+    except BaseException:
+        close()
+        raise
+    watch.cancel()  # all is there: who leaves now has not been waited for
+    return Whole(body, close, flight.marks)
+
+
+def _asks(header: str | None) -> bool:
+    """Raises ApiError 400 for a value that says neither."""
+    if header is not None and header.lower() not in ("1", "true", "0", "false"):
+        raise ApiError(400, f"{TIMINGS_HEADER}: must be 1 or 0, got {header!r}", param=TIMINGS_HEADER, code="invalid_value")
+    return header is not None and header.lower() in ("1", "true")
 
 
 async def _watch(request: HttpRequest, flight: Flight) -> None:
@@ -226,8 +242,8 @@ async def _events(reply: Reply, flight: Flight, pieces: list[Piece]) -> AsyncIte
         except ApiError as error:
             yield event(encode(error.body()))
             return
-        if reply.includes_usage:
-            yield event(encode(reply.usage_chunk(flight.usage())))
+        if reply.includes_usage or reply.order.times:
+            yield event(encode(reply.last_chunk(flight)))
         yield DONE
 
 
@@ -251,7 +267,10 @@ class Reply:
         self.no_usage = None if self.includes_usage else UNSET  # of the chunks before the last
         self._begun: set[int] = set()
 
-    def whole(self, pieces: list[Piece], usage: Usage) -> Struct:
+    def timings(self, flight: Flight) -> dict[str, Any] | UnsetType:
+        return flight.account().plain() if self.order.times else UNSET
+
+    def whole(self, pieces: list[Piece], usage: Usage, timings: dict[str, Any] | UnsetType) -> Struct:
         """The reply to a request without stream."""
         raise NotImplementedError
 
@@ -259,7 +278,8 @@ class Reply:
         """The stream's chunks for a piece; none when nothing in it shows."""
         raise NotImplementedError
 
-    def usage_chunk(self, usage: Usage) -> Struct:
+    def last_chunk(self, flight: Flight) -> Struct:
+        """A stream's last: no choice, but the usage or the timings that were asked for."""
         raise NotImplementedError
 
     def request_of(self, piece: Piece) -> Request:
@@ -287,19 +307,21 @@ class CompletionReply(Reply):
         self._logprobs: dict[int, CompletionLogprobsMaker] = {}  # by choice
         self._of_prompt: dict[int, list[PositionLogprobs | None]] = {}  # by prompt; they come with its first sample
 
-    def whole(self, pieces: list[Piece], usage: Usage) -> Completion:
-        return self._object([self._choice(piece) for piece in pieces], usage)
+    def whole(self, pieces: list[Piece], usage: Usage, timings: dict[str, Any] | UnsetType) -> Completion:
+        return self._object([self._choice(piece) for piece in pieces], usage, timings)
 
     def chunks(self, piece: Piece) -> list[Struct]:
         choice = self._choice(piece)
         shows = choice.text or choice.finish_reason or choice.logprobs or choice.token_ids
         return [self._object([choice], self.no_usage)] if shows else []
 
-    def usage_chunk(self, usage: Usage) -> Completion:
-        return self._object([], usage)
+    def last_chunk(self, flight: Flight) -> Completion:
+        return self._object([], flight.usage() if self.includes_usage else UNSET, self.timings(flight))
 
-    def _object(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
-        return Completion(object="text_completion", choices=choices, usage=usage, **self.head)
+    def _object(
+        self, choices: list[CompletionChoice], usage: Usage | UnsetType | None, timings: dict[str, Any] | UnsetType = UNSET
+    ) -> Completion:
+        return Completion(object="text_completion", choices=choices, usage=usage, timings=timings, **self.head)
 
     def _choice(self, piece: Piece) -> CompletionChoice:
         body, request, number = self.order.body, self.request_of(piece), piece.choice // self.n
@@ -331,7 +353,7 @@ class CompletionReply(Reply):
 class ChatReply(Reply):
     prefix = "chatcmpl"
 
-    def whole(self, pieces: list[Piece], usage: Usage) -> ChatCompletion:
+    def whole(self, pieces: list[Piece], usage: Usage, timings: dict[str, Any] | UnsetType) -> ChatCompletion:
         choices = [
             ChatChoice(
                 index=piece.choice,
@@ -347,6 +369,7 @@ class ChatReply(Reply):
             object="chat.completion",
             choices=choices,
             usage=usage,
+            timings=timings,
             prompt_token_ids=self.ids(self.request_of(pieces[0]).prompt_ids),
             prompt_logprobs=self.prompt_logprobs(pieces[0].prompt_logprobs),
             **self.head,
@@ -366,8 +389,10 @@ class ChatReply(Reply):
             )
         return chunks
 
-    def usage_chunk(self, usage: Usage) -> ChatChunk:
-        return self._chunk([], usage)
+    def last_chunk(self, flight: Flight) -> ChatChunk:
+        chunk = self._chunk([], flight.usage() if self.includes_usage else UNSET)
+        chunk.timings = self.timings(flight)
+        return chunk
 
     @property
     def _shown(self) -> str:

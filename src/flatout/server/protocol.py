@@ -51,6 +51,7 @@ class Body(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    timings: bool | None = None  # ours: the reply says where its time went
     user: str | None = None  # names the caller's own user; nothing here depends on it
     # sampling: OpenAI's
     n: int | None = None

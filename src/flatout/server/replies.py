@@ -5,7 +5,7 @@ Data only: no engine, no text, no HTTP. A field that is UNSET is left out of the
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -27,6 +27,9 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
+
+# ledger/account.py:RequestAccount.plain(), where it was asked for; in a stream with its last chunk
+Timings = dict[str, Any] | UnsetType
 
 # -- log-probabilities ----------------------------------------------------------------------------------------------------
 
@@ -92,6 +95,7 @@ class Completion(msgspec.Struct):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    timings: Timings = UNSET
 
 
 # -- chat -----------------------------------------------------------------------------------------------------------------
@@ -120,6 +124,7 @@ class ChatCompletion(msgspec.Struct):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    timings: Timings = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
@@ -146,6 +151,7 @@ class ChatChunk(msgspec.Struct):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    timings: Timings = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
