@@ -23,7 +23,7 @@ from flatout.kernels.op import choices, shape_class
 from flatout.modelfile.sources import ModelSource
 from flatout.modelfile.spec import ModelSpec
 from flatout.models.decoder import Decoder
-from flatout.models.load import kept_packed, load_weights, rounded_packed
+from flatout.models.load import kept_embedding, kept_packed, load_weights, rounded_packed
 from flatout.request import MAX_LOGPROBS, Request, SamplingParams
 from flatout.runner.graphs import DecodeGraphs, ladder
 from flatout.runner.memory import GIB, check_sizes, memory_errors_named, size_pool
@@ -85,10 +85,13 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
         phase("kernels")
         lacking = gpu.lacking(device)
     packed: dict[str, int] = {}
+    embedding = ""
     if model.quantization == "gguf":
         if source.gguf is None:
             raise ConfigError(f"--quantization: gguf keeps the weights of a GGUF file, and {source.name} is none; leave it out")
-        packed = kept_packed(source) if native.available() else {}
+        if native.available():
+            packed = kept_packed(source)
+            embedding = kept_embedding(source, packed)
     elif model.quantization in ROUNDED:
         shapes = Decoder(spec, dtype=dtype, device=torch.device("meta"), max_tokens=1, max_logits=1, max_model_len=1)
         packed, left = rounded_packed(shapes.destinations(), spec, ROUNDED[model.quantization])
@@ -110,6 +113,7 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
         max_model_len=longest,
         invariant=config.device.deterministic,
         packed=packed,
+        embedding=embedding,
     )
     report = load_weights(decoder, source, seed=model.seed)
     phase("weights")
