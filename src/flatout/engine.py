@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flatout.config import Config, resolve
@@ -38,7 +39,8 @@ class Engine:
     Raises ConfigError or ModelFileError when it can't be built.
     """
 
-    def __init__(self, config: Config, source: ModelSource | None = None):
+    def __init__(self, config: Config, source: ModelSource | None = None, before: Mapping[str, float] | None = None):
+        """before: seconds of what was done for this start already, by phase."""
         begin = time.perf_counter()
         self.source = source or resolve_model(config.model)
         hardware = detect(config.device.device)
@@ -69,7 +71,7 @@ class Engine:
             eos_ids=self.spec.eos_ids,
             sampling_defaults=dict(self.spec.sampling_defaults) if model.generation_config == "auto" else {},
         )
-        self.seconds = {"config": resolved - begin, **built.seconds}
+        self.seconds = {**(before or {}), "config": resolved - begin, **built.seconds}
         self.start_lines = [
             *self.source.notices,
             *built.lines,
