@@ -120,9 +120,9 @@ class Decoder:
         return made | self.head.destinations()
 
     def weight_bytes(self) -> int:
-        """Bytes of all parameters; of a tied embedding whose head is packed for itself those of the head alone, which are what a step reads."""
+        """Bytes of the parameters that a step reads: all but an embedding that is not the head, too."""
         destinations = self.destinations()
-        if self.spec.tie_embeddings and "head.weight" in destinations:
+        if "head.weight" in destinations:
             destinations.pop("embed.weight", None)
         return sum(d.tensor.nbytes for d in destinations.values())
 
