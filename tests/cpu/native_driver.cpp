@@ -196,7 +196,7 @@ int blocks(int64_t lines, int64_t columns) {
     for (int kind : {4, 8}) {
       std::vector<uint8_t> packed(lines / 16 * (columns / 32) * (kind == 4 ? 320 : 544));
       const bool can = kind == 8 || f[0] == FLATOUT_Q4_0 || f[0] == FLATOUT_Q4_1 || f[0] == FLATOUT_Q4_K;
-      failed |= flatout_repack(source.data(), f[0], f[0] % 2 ? order.data() : nullptr, lines, columns, kind, packed.data()) != !can;
+      failed |= flatout_repack(source.data(), f[0], order.data(), lines, columns, kind, packed.data()) != !can;
       embed(packed.data(), -kind);
     }
     embed(source.data(), f[0]);

@@ -74,7 +74,7 @@ def weights_read(spec: ModelSpec, weight_bytes: int, element: int) -> int:
     unread = 0
     if spec.moe is not None:
         expert = 3 * spec.hidden_size * spec.moe.intermediate_size
-        unread += sum(layer.moe for layer in spec.layers) * (spec.moe.num_experts - spec.moe.top_k) * expert
+        unread = sum(layer.moe for layer in spec.layers) * (spec.moe.num_experts - spec.moe.top_k) * expert
     return weight_bytes - unread * element
 
 

@@ -126,7 +126,9 @@ void values_of(const Group& g, float* v) {
 
 // ---------------------------------------------------------------- laid out anew
 
-// As quant/rounding.py:eight_bits; the scale, or one that is not finite.
+bool is_finite(uint16_t h) { return (h & 0x7C00) != 0x7C00; }
+
+// As quant/rounding.py:eight_bits; the scale. One that is not finite comes without codes.
 uint16_t rounded(const float* v, uint8_t* code) {
   float largest = 0;
   for (int i = 0; i < kGroup; i++) {
@@ -136,13 +138,12 @@ uint16_t rounded(const float* v, uint8_t* code) {
   }
   uint16_t scale = to_half(largest / 127);
   if (half(scale) * 127.5f <= largest) scale++;
+  if (!is_finite(scale)) return scale;
   const float d = half(scale);
   constexpr float nearest = 12582912.0f;  // 1.5 * 2^23 leaves no bits for a fraction
   for (int i = 0; i < kGroup; i++) code[i] = static_cast<uint8_t>(static_cast<int32_t>((v[i] / d + nearest) - nearest) + 128);
   return scale;
 }
-
-bool is_finite(uint16_t h) { return (h & 0x7C00) != 0x7C00; }
 
 // Group g of a line as line r of a packed group. False: factors that float16 does not hold.
 template <class Type, int kind>
@@ -178,7 +179,7 @@ int repack(const uint8_t* source, const int64_t* order, int64_t lines, int64_t c
   for (int64_t b = 0; b < lines; b += kLines) {
     for (int64_t g = 0; g < groups; g++, out += group_bytes(kind)) {
       for (int r = 0; r < kLines; r++) {
-        if (!pack<Type, kind>(source + (order ? order[b + r] : b + r) * bytes, g, r, out)) return 2;
+        if (!pack<Type, kind>(source + order[b + r] * bytes, g, r, out)) return 2;
       }
     }
   }
@@ -255,8 +256,8 @@ int elements_of(int32_t format) {
 FLATOUT_API int flatout_repack(const uint8_t* source, int32_t format, const int64_t* order, int64_t lines, int64_t columns, int32_t kind,
                                uint8_t* out) {
   using namespace flatout;
-  if (!source || !out || lines <= 0 || lines % kLines || columns <= 0 || (kind != 4 && kind != 8)) return 1;
-  for (int64_t i = 0; order && i < lines; i++) {
+  if (!source || !order || !out || lines <= 0 || lines % kLines || columns <= 0 || (kind != 4 && kind != 8)) return 1;
+  for (int64_t i = 0; i < lines; i++) {
     if (order[i] < 0 || order[i] >= lines) return 1;
   }
   return with_type(

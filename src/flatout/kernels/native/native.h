@@ -133,8 +133,8 @@ enum {
   FLATOUT_Q6_K = 14
 };
 
-// A weight of blocks [lines][columns] as a packed one of kind 4 or 8, by the caller's thread alone. Line i of it is line order[i] of the source, or i
-// where order is null. Of kind 8 other types than Q4_0, Q5_0 and Q8_0 are rounded again: the largest magnitude of a group is 127 scales. Of kind 4 it
+// A weight of blocks [lines][columns] as a packed one of kind 4 or 8, by the caller's thread alone. Line i of it is line order[i] of the source.
+// Of kind 8 other types than Q4_0, Q5_0 and Q8_0 are rounded again: the largest magnitude of a group is 127 scales. Of kind 4 it
 // takes Q4_0, Q4_1 and Q4_K. 0; 1 for what it cannot do, when nothing is written; or 2: a scale or minimum that float16 does not hold.
 FLATOUT_API int flatout_repack(const uint8_t* source, int32_t format, const int64_t* order, int64_t lines, int64_t columns, int32_t kind,
                                uint8_t* out);
