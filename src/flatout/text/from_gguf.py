@@ -121,12 +121,10 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool, li
             f"{said}: words are split as GPT-2 does, so token ids may differ from the original tokenizer's; --tokenizer can name that one"
         )
         split = GPT2
-    tokens = vocabulary.tokens
-    if not spells_bytes(set("".join(tokens))):  # of all at once, as nearly all vocabularies do: one by one takes ten times as long
-        tokens = [
-            token if spells_bytes(token) or kind in (CONTROL, USER_DEFINED) else "".join(CHARACTER_OF[b] for b in token.encode())
-            for token, kind in zip(vocabulary.tokens, vocabulary.types)
-        ]
+    tokens = [
+        token if spells_bytes(token) or kind in (CONTROL, USER_DEFINED) else "".join(CHARACTER_OF[b] for b in token.encode())
+        for token, kind in zip(vocabulary.tokens, vocabulary.types)
+    ]
     backend = tokenizers.Tokenizer(vocabulary.bpe(tokens, _pairs(vocabulary.merges), ignore_merges=split.whole_words))
     backend.pre_tokenizer = split.build()
     backend.decoder = decoders.ByteLevel()
