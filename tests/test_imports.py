@@ -32,7 +32,8 @@ MAY: dict[str, str] = {
     "speculative": "models kernels batch step",
     "runner": "models layers quant attention speculative kernels dist batch step request config hardware modelfile ledger",
     "engine": "core runner ledger grammar request step config hardware modelfile",
-    "llm": "engine text grammar modelfile request config hardware",
+    "torch_import": "",
+    "llm": "engine text grammar modelfile request config hardware torch_import",
     "server": "request step config hardware modelfile text grammar ledger",
     "client": "text",
     "compress": "models layers quant kernels batch attention config modelfile llm",
@@ -150,7 +151,7 @@ LIGHT = {
     "flatout.cli.doctor.url": {"torch", "numpy", "rich"},
     "flatout.doctor.probe_rules": {"torch", "numpy", "rich"},
     "flatout.cli.doctor.selfcheck": {"torch", "numpy", "tokenizers"},
-    "flatout.llm": {"transformers", "starlette", "uvicorn", "zmq", "msgspec", "huggingface_hub", "rich"},
+    "flatout.llm": {"torch", "jinja2", "transformers", "starlette", "uvicorn", "zmq", "msgspec", "huggingface_hub", "rich"},
     "flatout.server.app": {"torch", "transformers"},
     "flatout.core.scheduler": {"torch", "transformers"},
 }

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
+from functools import cached_property
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ from flatout.config import Config, resolve
 from flatout.core.scheduler import Scheduler
 from flatout.hardware import detect
 from flatout.ledger.laps import IDLE, Laps
-from flatout.ledger.table import shape_of
+from flatout.ledger.table import CostTable, shape_of
 from flatout.modelfile.sources import ModelSource, resolve_model
 from flatout.request import FinishReason, ModelFacts, Output, Request
 from flatout.runner.build import abilities, build
@@ -41,7 +43,8 @@ class Engine:
     Raises ConfigError or ModelFileError when it can't be built.
     """
 
-    def __init__(self, config: Config, source: ModelSource | None = None):
+    def __init__(self, config: Config, source: ModelSource | None = None, before: Mapping[str, float] | None = None):
+        """before: seconds of what was done for this start already, by phase."""
         begin = time.perf_counter()
         self.source = source or resolve_model(config.model)
         hardware = detect(config.device.device)
@@ -53,7 +56,7 @@ class Engine:
         built = build(self.config, self.source, self.spec, hardware)
         self.runner = built.runner
         self.weight_bytes = built.weight_bytes
-        self.costs = built.costs
+        self._costs = built.costs
         self.scheduler = Scheduler(
             num_blocks=built.num_blocks,
             block_size=cache.block_size,
@@ -73,7 +76,7 @@ class Engine:
             eos_ids=self.spec.eos_ids,
             sampling_defaults=dict(self.spec.sampling_defaults) if model.generation_config == "auto" else {},
         )
-        self.seconds = {"config": resolved - begin, **built.seconds}
+        self.seconds = {**(before or {}), "config": resolved - begin, **built.seconds}
         self.start_lines = [
             *self.source.notices,
             *built.lines,
@@ -90,6 +93,11 @@ class Engine:
         self._failures = 0  # steps failed in a row
         self.failure: Exception | None = None  # what keeps failing, for whoever can start over; None once a step succeeds
         self._closed = False
+
+    @cached_property
+    def costs(self) -> CostTable:
+        """What each step's ops must do, and the machine's ceilings. The first time it takes 0.1 s."""
+        return self._costs()
 
     @property
     def has_work(self) -> bool:

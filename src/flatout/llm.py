@@ -1,7 +1,7 @@
 """LLM: the offline front door. Prompts in, finished texts (or streamed deltas) out, over an engine in this process.
 
-Names and results are those of vLLM's LLM. Text work happens here while the device computes the next step. Used by people's scripts,
-cli/ and bench/.
+Names and results are those of vLLM's LLM. Text work happens here while the device computes the next step. torch is imported with the first LLM, not
+with this file. Used by people's scripts, cli/ and bench/.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from flatout.config import DEFAULT_MODEL, Config
-from flatout.engine import Engine
+from flatout.modelfile.sources import resolve_model
 from flatout.request import FinishReason, Output, PositionLogprobs, Request, RequestError, SamplingParams, Timing
-from flatout.text.chat import ChatTemplate
 from flatout.text.prepare import Prompt, default_params, prepare
 from flatout.text.sequence import SequenceText
 from flatout.text.tokenizer import Tokenizer, load_tokenizer
+from flatout.torch_import import import_torch, torch_ahead
+
+if TYPE_CHECKING:
+    from flatout.text.chat import ChatTemplate
 
 Message = dict[str, Any]
 AT_ONCE = 4096  # prompt tokens: some 50 ms of a 7B model on an H200
@@ -135,9 +138,20 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **options: Any):
-        self.engine = Engine(Config.make(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **options))
+        config = Config.make(model=os.fspath(model) if isinstance(model, os.PathLike) else model, **options)
+        laps = [time.perf_counter()]
+        with torch_ahead():
+            source = resolve_model(config.model)
+            laps.append(time.perf_counter())
+            self.tokenizer: Tokenizer | None = load_tokenizer(source)
+            laps.append(time.perf_counter())
+        import_torch()
+        from flatout.engine import Engine
+
+        laps.append(time.perf_counter())
+        files, tokenizer, imports = (end - begin for begin, end in itertools.pairwise(laps))
+        self.engine = Engine(config, source, {"files": files, "tokenizer": tokenizer, "imports": imports})
         self.config, self.spec, self.facts = self.engine.config, self.engine.spec, self.engine.facts
-        self.tokenizer: Tokenizer | None = load_tokenizer(self.engine.source)
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
         self._live: dict[tuple[str, int], _Live] = {}
@@ -203,6 +217,8 @@ class LLM:
     def chat_ids(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """Token ids of a conversation as the model's template writes it."""
         if self._template is None:
+            from flatout.text.chat import ChatTemplate
+
             self._template = ChatTemplate.for_model(self._need_tokenizer(), self.config.model.chat_template)
         return self._template.encode(list(messages), self.facts, **template_options)
 

@@ -165,10 +165,50 @@ int mixture(int64_t tokens, int64_t experts, int64_t top_k, int64_t hidden, int6
   return e.many && flatout_experts(&e);
 }
 
+// Every block type, as packed weights and line by line.
+int blocks(int64_t lines, int64_t columns) {
+  int failed = 0;
+  const int formats[][3] = {{FLATOUT_Q4_0, 32, 18}, {FLATOUT_Q4_1, 32, 20}, {FLATOUT_Q5_0, 32, 22}, {FLATOUT_Q5_1, 32, 24}, {FLATOUT_Q8_0, 32, 34},
+                            {FLATOUT_Q4_K, 256, 144}, {FLATOUT_Q5_K, 256, 176}, {FLATOUT_Q6_K, 256, 210}};
+  std::vector<int64_t> order(lines);
+  for (int64_t i = 0; i < lines; i++) order[i] = lines - 1 - i;
+  const int64_t ids[] = {lines - 1, 0, 5};
+  std::vector<float> wide(3 * columns);
+  std::vector<uint16_t> narrow(3 * columns);
+  FlatoutEmbed e{};
+  e.indices = ids;
+  e.out_stride = e.width = columns;
+  e.rows = 3;
+  e.lines = lines;
+  e.scale = 2.0f;
+  auto embed = [&](const uint8_t* source, int format) {
+    e.source = source;
+    e.format = format;
+    for (int type : {FLATOUT_FLOAT32, FLATOUT_BFLOAT16}) {
+      e.type = type;
+      e.out = type ? static_cast<void*>(narrow.data()) : wide.data();
+      failed |= flatout_embed(&e);
+    }
+  };
+  for (const auto& f : formats) {
+    auto source = exactly<uint8_t>(lines * columns / f[1] * f[2], f[0]);
+    for (auto& byte : source) byte &= 0x3F;  // factors are finite
+    for (int kind : {4, 8}) {
+      std::vector<uint8_t> packed(lines / 16 * (columns / 32) * (kind == 4 ? 320 : 544));
+      const bool can = kind == 8 || f[0] == FLATOUT_Q4_0 || f[0] == FLATOUT_Q4_1 || f[0] == FLATOUT_Q4_K;
+      failed |= flatout_repack(source.data(), f[0], order.data(), lines, columns, kind, packed.data()) != !can;
+      embed(packed.data(), -kind);
+    }
+    embed(source.data(), f[0]);
+  }
+  return failed;
+}
+
 int all() {
   int failed = chunk(1, 1, 32, 0, false, false) | chunk(33, 70, 64, 0, true, true) | chunk(65, 65, 96, 20, false, true) | chunk(40, 200, 256, 0, false, false);
   failed |= mixture(1, 5, 2, 96, 64, 16, 32, false) | mixture(9, 3, 3, 64, 32, 4, 8, true) | mixture(40, 33, 4, 112, 48, 32, 16, true);
   failed |= mixture(3, 1, 1, 32, 96, 8, 4, false) | mixture(70, 2, 1, 16, 16, 16, 16, false);
+  failed |= blocks(48, 512);
   failed |= step(1, false) | step(33, true) | step(2051, false);
   failed |= attend(8, 1, 16, 0, false) | attend(3, 3, 80, 7, false) | attend(4, 2, 64, 0, true) | attend(7, 1, 256, 0, true) | attend(3, 3, 80, 7, false, true);
   for (int64_t rows : {1, 3, 17}) {

@@ -12,11 +12,14 @@ from checkpoints import make
 
 from flatout import LLM
 from flatout.kernels import native
-from flatout.kernels.embedding import embedding, gather_rows
+from flatout.kernels.blocks import PACKED
+from flatout.kernels.embedding import embedding, gather_rows, quantised_embedding
 from flatout.kernels.inputs import FROM_DEVICE, decode_inputs, remember
 from flatout.kernels.op import Cost, op
+from flatout.kernels.packed import BYTES, unpacked
 from flatout.kernels.program import capture
 from flatout.kernels.sampling import greedy
+from flatout.quant.gguf import dequantize
 from flatout.request import SamplingParams
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native library")
@@ -125,6 +128,31 @@ def test_rows(isa, dtype, width):
     for wrong in (-1, 9):
         with pytest.raises(IndexError, match="none of the 9 rows"):
             native.gather(out[:1, :width], source, torch.tensor([wrong]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [*PACKED, "4", "8"])
+def test_rows_of_a_quantised_table(isa, dtype, kind):
+    """To the bit: reference and kernel, and as a table of floats gives them."""
+    draw, ids = np.random.default_rng(0), torch.tensor([31, 0, 7, 7, 16])
+    if kind in PACKED:
+        blocks = draw.integers(0, 256, 32 * 512 // PACKED[kind].elements * PACKED[kind].layout.itemsize, dtype=np.uint8)
+        for part in {"d", "m"} & set(PACKED[kind].layout.names):
+            blocks.view(PACKED[kind].layout)[part] = draw.normal(size=32 * 512 // PACKED[kind].elements)
+        table, plain = torch.from_numpy(blocks).view(32, -1), dequantize(blocks, kind, (32, 512), dtype)
+    else:
+        table = torch.from_numpy(draw.integers(0, 60, (2, 16, BYTES[int(kind)]), dtype=np.uint8))
+        plain, kind = unpacked(table).to(dtype), ""
+    for scale in (1.0, float(torch.tensor(55.43, dtype=dtype))):
+        expected, found, made = (torch.full((5, 515), float("nan"), dtype=dtype)[:, :512] for _ in range(3))
+        torch.mul(plain[ids], scale, out=expected)
+        quantised_embedding.reference(found, ids, table, kind, scale)
+        native_run(quantised_embedding)(made, ids, table, kind, scale)
+        assert torch.equal(found, expected) and torch.equal(made, expected)
+    with pytest.raises(IndexError, match="none of the 32 lines"):
+        native_run(quantised_embedding)(made[:1], torch.tensor([32]), table, kind, 1.0)
+    cost = quantised_embedding.cost(made, ids, table, kind, 1.0)
+    assert cost.weights == 5 * table.nbytes // 32 and cost.activations == 5 * 512 * dtype.itemsize + 5 * 8
 
 
 @pytest.mark.parametrize("width", [1, 7, 16, 1023, 1024, 1025, 49152])

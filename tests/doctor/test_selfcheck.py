@@ -186,9 +186,14 @@ def test_a_wrong_decode_kernel_is_named(tmp_path, monkeypatch):
 
 @needs_native
 def test_weights_packed_wrongly_are_found(default_model, monkeypatch):
-    repacked = gguf.repacked
+    repack = gguf.repack
     # the scales of some groups land in others: what a wrong shuffle would do
-    monkeypatch.setattr(gguf, "repacked", lambda *args: repacked(*args).roll(1, 1))
+
+    def shuffled(out, *args):
+        repack(out, *args)
+        out.copy_(out.roll(1, 1))
+
+    monkeypatch.setattr(gguf, "repack", shuffled)
     check = selfcheck({"model": str(default_model), "max_model_len": 512, "threads": 1}, most=3)
     assert any("prompt: the logits' error" in failure for failure in check.failures)
     assert any("another choice than the exact one" in failure for failure in check.failures)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from flatout.kernels.blocks import PACKED
 from flatout.modelfile.gguf import TYPES, GGUFFile
-from flatout.quant.gguf import CHUNK, PACKED, PLAIN, SUPPORTED, dequantize
+from flatout.quant.gguf import CHUNK, PLAIN, SUPPORTED, dequantize
 
 BYTES = {t.name: (t.block, t.nbytes) for t in TYPES.values()}
 

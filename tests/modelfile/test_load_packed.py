@@ -13,11 +13,13 @@ from test_load_families import load
 
 from flatout.bench import twin
 from flatout.config import ModelConfig
+from flatout.kernels.blocks import PACKED
 from flatout.kernels.packed import unpacked
+from flatout.layers.embedding import HEAD
 from flatout.modelfile.sources import resolve_model
 from flatout.modelfile.spec import ModelFileError
 from flatout.models.decoder import Decoder
-from flatout.models.load import kept_packed, load_weights
+from flatout.models.load import kept_embedding, kept_packed, load_weights
 
 PROJECTIONS = ("ffn_gate.w", "ffn_up.w", "ffn_down.w", "attn_q.w", "attn_k.w", "attn_v.w", "attn_output.w", "token_embd", "output.w")
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 160}
@@ -37,9 +39,9 @@ def source_of(path):
     return resolve_model(ModelConfig(model=str(path)))
 
 
-def packed_load(source, packed):
-    spec = source.spec.for_length(64)
-    decoder = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"), max_tokens=32, max_logits=4, max_model_len=64, packed=packed)
+def packed_load(source, packed, embedding=""):
+    spec, sizes = source.spec.for_length(64), {"max_tokens": 32, "max_logits": 4, "max_model_len": 64}
+    decoder = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"), packed=packed, embedding=embedding, **sizes)
     report = load_weights(decoder, source)
     return {name: d.tensor for name, d in decoder.destinations().items()}, report, decoder
 
@@ -65,17 +67,58 @@ def test_the_files_own_weights(tmp_path, family, kind):
     assert {pair for pair in report.schemes["mlp"] if pair[0] == kind} == {(kind, "8.5 bits" if bits == 8 else "5.0 bits")}
     tied = source.spec.tie_embeddings
     assert ("packed for itself" in "\n".join(report.lines())) == tied
-    twice = found["embed.weight"].nbytes if tied else 0
-    assert decoder.weight_bytes() == sum(t.nbytes for t in found.values()) - twice
+    assert decoder.weight_bytes() == sum(t.nbytes for t in found.values()) - found["embed.weight"].nbytes
+
+
+@pytest.mark.parametrize(
+    ("tied", "kind", "kept"),
+    [
+        *((True, kind, HEAD) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0")),
+        *((True, kind, kind) for kind in ("Q5_1", "Q4_K", "Q5_K", "Q6_K")),  # whose values a packed head has not
+        *((False, kind, kind) for kind in ("Q4_1", "Q8_0", "Q6_K")),
+        *((tied, kind, "") for tied in (True, False) for kind in ("F32", "F16")),
+    ],
+)
+def test_the_embeddings_own_values_without_a_table_of_floats(tmp_path, tied, kind, kept):
+    config = config_of("llama", **K_WIDE, tie_word_embeddings=tied)
+    source = source_of(write_gguf(model_of(config), tmp_path / "m.gguf", types={"norm": "F32", **dict.fromkeys(PROJECTIONS, kind)}))
+    packed = kept_packed(source)
+    assert kept_embedding(source, packed) == kept
+    plain, _ = load(source)
+    found, report, decoder = packed_load(source, packed, kept)
+    assert ("embed.weight" in found) == (kept != HEAD)
+    ids, out = torch.tensor([159, 0, 3]), torch.empty(3, K_WIDE["hidden_size"])
+    decoder.embed(out, ids)
+    assert torch.equal(out, plain["embed.weight"][ids] * decoder.embed.scale)
+    said = "\n".join(report.lines())
+    assert ("and so read by it" in said) == (kept == HEAD) and ("packed for itself" in said) == (tied and kept not in ("", HEAD))
+    assert f"{sum(p.numel() for p in model_of(config).parameters()) / 1e6:,.1f} M parameters" in said
+    if kept in PACKED:
+        assert found["embed.weight"].nbytes == source.gguf.tensors["token_embd.weight"].data.nbytes
+
+
+def test_an_embedding_that_a_plain_head_reads_is_plain(tmp_path):
+    """A vocabulary of no whole 16 rows keeps the tied head from being packed."""
+    types = {"norm": "F32", **dict.fromkeys(PROJECTIONS, "Q8_0")}
+    source = source_of(
+        write_gguf(model_of(config_of("llama", **{**WIDE, "vocab_size": 150}, tie_word_embeddings=True)), tmp_path / "m.gguf", types=types)
+    )
+    packed = kept_packed(source)
+    assert "head" not in packed and kept_embedding(source, packed) == ""
 
 
 def test_the_benchmarks_twin_gets_the_same_weights(tmp_path):
     types = dict.fromkeys(("ffn_gate.w", "ffn_up.w", "ffn_down.w", "attn_q.w", "attn_k.w", "attn_v.w", "attn_output.w"), "Q4_1")
+    types["token_embd"] = "Q8_0"
     source = source_of(write_gguf(model_of(config_of("llama", **WIDE)), tmp_path / "m.gguf", types={"norm": "F32", **types}))
-    plain, packed = (twin._weights(packed_load(source, kept)[2].destinations()) for kept in ({}, kept_packed(source)))
-    assert plain.keys() == packed.keys() and any(name.endswith("q_proj.weight") for name in plain)
-    for name, value in plain.items():
-        assert torch.equal(packed[name], value), name
+    kept = kept_packed(source)
+    plain = twin._weights(packed_load(source, {})[2].destinations())
+    assert any(name.endswith("q_proj.weight") for name in plain) and kept_embedding(source, kept) in ("Q8_0", HEAD)
+    for embedding in ("", "Q8_0", kept_embedding(source, kept)):
+        packed = twin._weights(packed_load(source, kept, embedding)[2].destinations())
+        assert plain.keys() == packed.keys() - ({"lm_head.weight"} - plain.keys())
+        for name, value in plain.items():
+            assert torch.equal(packed[name], value), name
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, bits: int) -> bool:
@@ -233,7 +276,7 @@ def test_experts_stay_packed(tmp_path, family, gates, down):
         else:
             assert torch.equal(stack(value), plain[name]), name
     assert report.parameters.total() == sum(t.numel() for t in plain.values())
-    assert decoder.weight_bytes() == sum(t.nbytes for t in found.values())
+    assert decoder.weight_bytes() == sum(t.nbytes for t in found.values()) - found["embed.weight"].nbytes
     ids = np.random.default_rng(0).integers(0, 160, 12).tolist()
     logits = [Network(packed_load(source, kept)[2]).step([(Sequence(), ids)])[0] for kept in ({}, packed)]
     off = np.sqrt(np.square(logits[1] - logits[0]).mean() / logits[0].var())

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from modelfile_samples import quantised
 
-from flatout.kernels.packed import unpacked
-from flatout.quant.gguf import CHUNK, PACKED, PLAIN, SAME, change, dequantize, kept_bits, repacked
+from flatout.kernels.blocks import PACKED
+from flatout.kernels.packed import BYTES, unpacked
+from flatout.quant.gguf import CHUNK, PLAIN, SAME, change, dequantize, kept_bits, repack, repack_by_numpy
 
 ROWS = 16
 STEP = 2.0**-24  # float16's smallest
@@ -27,6 +28,20 @@ def blocks_of(data, kind: str, blocks: int = 2) -> np.ndarray:
     for part in {"d", "m"} & set(layout.names):
         made[part] = data.draw(hnp.arrays(np.float16, len(made), elements=st.floats(-900, 900, width=16)))
     return made.view(np.uint8)
+
+
+def repacked(raw: np.ndarray, kind: str, shape: tuple[int, int], bits: int, order: np.ndarray | None = None) -> torch.Tensor:
+    """By the native library where it is, whose bytes, or refusal, are those of its reference."""
+    found, expected = (torch.full((shape[0] // 16, shape[1] // 32, BYTES[bits]), 0xAA, dtype=torch.uint8) for _ in range(2))
+    try:
+        repack_by_numpy(expected, raw, kind, bits, order)
+    except ValueError as error:
+        with pytest.raises(ValueError, match=str(error)):
+            repack(found, raw, kind, bits, order)
+        raise
+    repack(found, raw, kind, bits, order)
+    assert torch.equal(found, expected)
+    return found
 
 
 def both(raw: np.ndarray, kind: str, bits: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:

@@ -118,12 +118,10 @@ def _fill(model: Any, llm: LLM) -> None:
 
 def _weights(destinations: dict[str, Destination]) -> dict[str, Tensor]:
     """Our parameters under Transformers' names, fused projections taken apart, packed ones unpacked."""
-    from flatout.kernels.packed import unpacked
-
     made: dict[str, Tensor] = {}
     for name, destination in destinations.items():
         path, kind = name.rsplit(".", 1)
-        value = destination.tensor if destination.lines == 1 else unpacked(destination.tensor)
+        value = destination.values()
         layer, inside = re.fullmatch(r"(layers\.\d+\.)?(.*)", path).groups(default="")  # type: ignore[union-attr]  # matches everything
         if destination.segments:
             for segment, (first, end) in destination.segments.items():
@@ -131,4 +129,6 @@ def _weights(destinations: dict[str, Destination]) -> dict[str, Tensor]:
         else:
             theirs = NAMES.get(inside, inside)
             made[f"lm_head.{kind}" if path == "head" else f"model.{layer}{theirs}.{kind}"] = value
+    if "embed.weight" not in destinations:  # it reads the head's
+        made["model.embed_tokens.weight"] = made["lm_head.weight"]
     return made

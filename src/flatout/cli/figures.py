@@ -70,11 +70,11 @@ class Figures:
 
 
 def weights_read(spec: ModelSpec, weight_bytes: int, element: int) -> int:
-    """Bytes of parameters that one token at batch 1 must read: all but an untied embedding and the experts that are not chosen."""
-    unread = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size
+    """Bytes of parameters that one token at batch 1 must read, of those that a step may (Decoder.weight_bytes): not experts that are not chosen."""
+    unread = 0
     if spec.moe is not None:
         expert = 3 * spec.hidden_size * spec.moe.intermediate_size
-        unread += sum(layer.moe for layer in spec.layers) * (spec.moe.num_experts - spec.moe.top_k) * expert
+        unread = sum(layer.moe for layer in spec.layers) * (spec.moe.num_experts - spec.moe.top_k) * expert
     return weight_bytes - unread * element
 
 

@@ -23,7 +23,7 @@ from flatout.modelfile.spec import ModelSpec
 from flatout.models.decoder import Decoder
 from flatout.models.load import kept_packed
 from flatout.runner.costs import cost_table
-from flatout.runner.packing import packed_projections
+from flatout.runner.packing import kept_weights
 
 PAPER_KV = ("int8", "float8_e4m3fn", "float8_e5m2")  # of --kv-cache-dtype, on paper alone
 
@@ -77,19 +77,26 @@ def imagined(options: Mapping[str, Any], source: ModelSource, hardware: Hardware
         notes.append(f"--quantization {quantization} is not built for GPUs yet: on paper")
         given["quantization"] = "none"
     able = cuda or native.available()
-    kept = source.gguf is not None and bool(kept_packed(source))
-    config, _ = resolve(Config.make(**given), source.spec, hardware, native=able, kept=kept and not cuda)
+    keeps = source.gguf is not None and bool(kept_packed(source))
+    config, _ = resolve(Config.make(**given), source.spec, hardware, native=able, kept=keeps and not cuda)
     if config.model.quantization != quantization != "auto":
         config = config.but(quantization=quantization)
     spec = source.spec.for_length(config.model.max_model_len or source.spec.max_position)
-    packed, left = packed_projections(config, source, spec, able)
-    notes += [left] if left else []
+    kept = kept_weights(config, source, spec, able)
+    notes += [kept.left] if kept.left else []
     kv_dtype = config.cache.kv_cache_dtype
     if (asked := options.get("kv_cache_dtype")) in PAPER_KV:
         kv_dtype = asked
         notes.append(f"--kv-cache-dtype {asked} is not built yet: on paper")
     table = cost_table(
-        spec, name=source.name, dtype=config.model.dtype, kv_dtype=kv_dtype, packed=packed, runs_on=hardware.device, roof=roof
+        spec,
+        name=source.name,
+        dtype=config.model.dtype,
+        kv_dtype=kv_dtype,
+        packed=kept.packed,
+        embedding=kept.embedding,
+        runs_on=hardware.device,
+        roof=roof,
     )
     scheduler = config.scheduler
     assert config.model.max_model_len and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
@@ -100,7 +107,8 @@ def imagined(options: Mapping[str, Any], source: ModelSource, hardware: Hardware
         max_tokens=scheduler.max_num_batched_tokens,
         max_logits=scheduler.max_num_seqs,
         max_model_len=1,
-        packed=packed,
+        packed=kept.packed,
+        embedding=kept.embedding,
         runs_on=hardware.device,
     )
     element = getattr(torch, config.model.dtype).itemsize

@@ -1,4 +1,4 @@
-"""Ops that pick rows: embedding (with the family's scale) and gather_rows.
+"""Ops that pick rows: embedding (with the family's scale), of a plain table or of one kept quantised, and gather_rows.
 
 Called by layers/embedding.py, by layers/rotary.py for its table and by layers/head.py for the rows whose logits are wanted.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flatout.kernels import native
+from flatout.kernels.blocks import PACKED
+from flatout.kernels.native import LINES, blocks
 from flatout.kernels.op import Cost, nbytes, op, shape_class
+from flatout.kernels.packed import BITS, unpacked
 
 
 def _embedding_cost(out: Tensor, ids: Tensor, weight: Tensor, scale: float) -> Cost:
@@ -55,3 +59,44 @@ def _embedding_native(out: Tensor, ids: Tensor, weight: Tensor, scale: float) ->
 
 
 gather_rows.implementation("native", lambda out, source, indices: _native_accepts(out, source), native=True)(native.gather)
+
+
+# ---------------------------------------------------------------- of a quantised table
+
+
+def _quantised_cost(out: Tensor, ids: Tensor, table: Tensor, kind: str, scale: float) -> Cost:
+    line = table.shape[1] if kind else table.shape[1] * table.shape[2] // LINES
+    return Cost(weights=ids.shape[0] * line, activations=nbytes(out, ids), flops=2 * out.numel())
+
+
+def _quantised_key(out: Tensor, ids: Tensor, table: Tensor, kind: str, scale: float) -> tuple[Any, ...]:
+    return (*_embedding_key(out, ids, table, scale), kind or BITS[table.shape[2]])
+
+
+@op(cost=_quantised_cost, key=_quantised_key, last_resort=True)
+def quantised_embedding(out: Tensor, ids: Tensor, table: Tensor, kind: str, scale: float) -> None:
+    """out [T, H] = the table's float32 values at ids (int64 [T]), as out's type, times scale.
+
+    kind: a GGUF type of kernels/blocks.py, table uint8 [V, bytes] its blocks as the file has them; or "": a packed weight,
+    uint8 [V / 16, H / 32, bytes] (kernels/packed.py).
+    """
+    if kind:
+        layout, unpack = PACKED[kind].layout, PACKED[kind].unpack
+        found = table.index_select(0, ids).numpy().reshape(-1).view(layout)
+        values = np.empty((len(found), PACKED[kind].elements), np.float32)
+        unpack(found, values)
+        out.copy_(torch.from_numpy(values).view(out.shape))
+    else:
+        lines = unpacked(table.index_select(0, ids // LINES)).view(-1, LINES, out.shape[1])
+        out.copy_(lines[torch.arange(len(ids)), ids % LINES])
+    if scale != 1.0:
+        out.mul_(scale)
+
+
+@quantised_embedding.implementation(
+    "native",
+    lambda out, ids, table, kind, scale: out.device.type == "cpu" and native.available() and out.dtype in (torch.float32, torch.bfloat16),
+    native=True,
+)
+def _quantised_native(out: Tensor, ids: Tensor, table: Tensor, kind: str, scale: float) -> None:
+    blocks.embed(out, table, ids, kind or BITS[table.shape[2]], scale)

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from flatout.kernels.packed import unpacked
+from flatout.quant.gguf import dequantize
+
 Copy = Callable[[Tensor, Tensor], object]
 
 
@@ -20,6 +23,7 @@ class Destination:
     tensor: [rows, ...], or [experts, rows, ...] when `experts` is given.
     segments: name -> (first row, end row) of the pieces that files may hold one by one; empty: the parameter comes whole.
     lines: 1, or how many rows of the weight, of `columns`, one row of a packed tensor holds; what is written is packed likewise.
+    blocks: a GGUF type in whose blocks the rows of the weight, of `columns`, are kept; what is written is such blocks.
     A segment or expert left out of write() means all of them in one tensor. Each piece is written once.
     """
 
@@ -30,9 +34,10 @@ class Destination:
         experts: int | None = None,
         lines: int = 1,
         columns: int = 0,
+        blocks: str = "",
     ):
         self.tensor = tensor
-        self.lines, self.columns = lines, columns
+        self.lines, self.columns, self.blocks = lines, columns, blocks
         self.segments = {name: (first // lines, end // lines) for name, (first, end) in (segments or {}).items()}
         self.experts = experts
         self._unwritten = set(self.pieces())
@@ -40,15 +45,29 @@ class Destination:
     def write(self, value: Tensor, segment: str | None = None, expert: int | None = None, copy: Copy = Tensor.copy_) -> None:
         """Copy `value` into its place with copy(place, value), which casts to the parameter's dtype and device. ValueError: wrong shape, or
         the piece was written before."""
+
+        def copied(place: Tensor) -> None:
+            if value.shape != place.shape:
+                raise ValueError(f"shape {list(value.shape)} where {list(place.shape)} is expected")
+            copy(place, value)
+
+        self.fill(copied, segment, expert)
+
+    def fill(self, into: Callable[[Tensor], None], segment: str | None = None, expert: int | None = None) -> None:
+        """Let into(place) write the piece where it lies. ValueError: it was written before; what into() raises leaves it unwritten."""
         place = self._view(segment, expert)
-        if value.shape != place.shape:
-            raise ValueError(f"shape {list(value.shape)} where {list(place.shape)} is expected")
         pieces = set(self.pieces(segment, expert))
         if not pieces <= self._unwritten:
             raise ValueError("written before: two tensors of the checkpoint hold the same parameter")
         with torch.no_grad():
-            copy(place, value)
+            into(place)
         self._unwritten -= pieces
+
+    def values(self) -> Tensor:
+        """The weight as products and rows of it are made of: where it is kept quantised float32, else the tensor itself."""
+        if self.blocks:
+            return dequantize(self.tensor.view(-1).numpy(), self.blocks, self.shape_of())
+        return self.tensor if self.lines == 1 else unpacked(self.tensor)
 
     def missing(self) -> list[str]:
         """The pieces not written yet, in words ("" for a parameter that comes whole); empty when complete."""
@@ -59,6 +78,8 @@ class Destination:
     def shape_of(self, segment: str | None = None, expert: int | None = None) -> tuple[int, ...]:
         """The shape of this piece of the weight, which write() expects unless it is packed."""
         shape = tuple(self._view(segment, expert).shape)
+        if self.blocks:
+            return (*shape[:-1], self.columns)
         return shape if self.lines == 1 else (*shape[:-3], shape[-3] * self.lines, self.columns)
 
     def pieces(self, segment: str | None = None, expert: int | None = None) -> list[tuple[int | None, str | None]]:

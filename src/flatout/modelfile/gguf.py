@@ -88,14 +88,13 @@ class GGUFTensor:
 
 
 class _Strings:
-    """A string array whose place is known and whose strings are not made yet: a vocabulary has 50,000 and more."""
+    """A string array whose place is known and whose strings are not made yet: a vocabulary has 50,000 and more. ends: of each, from `start` on."""
 
-    __slots__ = ("count", "end", "start")
+    __slots__ = ("ends", "start")
 
-    def __init__(self, start: int, end: int, count: int):
+    def __init__(self, start: int, ends: list[int]):
         self.start = start
-        self.end = end
-        self.count = count
+        self.ends = ends
 
 
 class Metadata(Mapping[str, Any]):
@@ -123,7 +122,7 @@ class Metadata(Mapping[str, Any]):
     def count(self, key: str) -> int:
         """Entries of an array, without making its strings."""
         value = self._values[key]
-        return value.count if isinstance(value, _Strings) else len(value)
+        return len(value.ends) if isinstance(value, _Strings) else len(value)
 
     def add(self, key: str, value: Any) -> None:
         self._values[key] = value
@@ -189,21 +188,20 @@ class _Reader:
         """Step over the strings by their lengths: the array does not say where it ends. 20 ms for 98,000 strings."""
         if count * 8 > self.size - self.at:
             raise self.error(self.at, f"{key} says {count} strings, more than the file has room for; fetch it again")
-        at, view, length_at = self.at, self.view, _QWORD.unpack_from
+        at, raw, length_at, ends = 0, self.view[self.at :], _QWORD.unpack_from, list[int]()
         try:
             for _ in range(count):
-                at += 8 + length_at(view, at)[0]
+                at += 8 + length_at(raw, at)[0]
+                ends.append(at)
         except (struct.error, OverflowError):
             at = self.size + 1
-        return _Strings(self.need(at - self.at, key), at, count)
+        return _Strings(self.need(at, key), ends)
 
     def strings(self, array: _Strings, key: str) -> list[str]:
-        at, length_at = 0, _QWORD.unpack_from
-        raw = self.view[array.start : array.end].tobytes()
-        found = []
+        at, ends, found = 0, array.ends, list[str]()
+        raw = self.view[array.start : array.start + (ends[-1] if ends else 0)].tobytes()
         try:
-            for _ in range(array.count):
-                end = at + 8 + length_at(raw, at)[0]
+            for end in ends:
                 found.append(raw[at + 8 : end].decode())
                 at = end
         except UnicodeDecodeError:

@@ -42,6 +42,7 @@ class Decoder:
         invariant: bool = False,
         packed: Mapping[str, int] | None = None,
         runs_on: str = "",
+        embedding: str = "",
     ):
         """Weights and buffers are allocated, not filled.
 
@@ -49,6 +50,7 @@ class Decoder:
         spec's ropes have their lengths fixed for it (ModelSpec.for_length). invariant: on CUDA a row's products have the same bits whatever
         rows are beside it. packed: bits of the projections that are kept packed, by their names in destinations(), "layers.0.attn.qkv".
         runs_on: the type of device that one on meta tensors stands for.
+        embedding: how its table is kept (layers/embedding.py), "" in dtype, as it must be for a tied head that is not packed.
         """
         self.spec = spec
         self.max_logits = max_logits
@@ -60,12 +62,14 @@ class Decoder:
             return kept.get(name, plain)
 
         groups = {layer: index for index, group in enumerate(spec.cache_groups()) for layer in group.layers}
-        self.embed = Embedding(spec.vocab_size, spec.hidden_size, spec.embed_scale, dtype=dtype, device=device)
+        self.embed = Embedding(spec.vocab_size, spec.hidden_size, spec.embed_scale, embedding, dtype=dtype, device=device)
         self.ropes = [Rotary(rope, i, max_model_len, workspace, dtype=dtype, device=device) for i, rope in enumerate(spec.ropes)]
         self.layers = [
             Layer(spec, i, schemes, plain, groups[i], self.ropes, workspace, dtype=dtype, device=device) for i in range(spec.num_layers)
         ]
         self.head = Head(spec, self.embed, schemes("head"), max_logits, runs_on or device.type, dtype=dtype, device=device)
+        if self.embed.shares:
+            self.embed.share(self.head.projection.tensors["weight"])
         self._stream = workspace.rows("stream", spec.hidden_size)
         self._picked = Picked(max_logits, spec.hidden_size, spec.q_size, dtype=dtype, device=device)
 
@@ -118,10 +122,11 @@ class Decoder:
         return made | self.head.destinations()
 
     def weight_bytes(self) -> int:
-        """Bytes of all parameters; of a tied embedding whose head is packed for itself those of the head alone, which are what a step reads."""
+        """Bytes of the parameters that a step reads: all but an embedding that is not the head, too."""
         destinations = self.destinations()
-        twice = destinations["embed.weight"].tensor.nbytes if self.spec.tie_embeddings and "head.weight" in destinations else 0
-        return sum(d.tensor.nbytes for d in destinations.values()) - twice
+        if "head.weight" in destinations:
+            destinations.pop("embed.weight", None)
+        return sum(d.tensor.nbytes for d in destinations.values())
 
     def buffer_bytes(self) -> int:
         """Bytes beside the parameters and the KV cache: what a forward of max_tokens and max_logits works on, and the tables of the ropes."""

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flatout.layers.destination import Copy, Destination
+from flatout.layers.embedding import HEAD
 from flatout.modelfile.gguf import GGUFTensor
 from flatout.modelfile.safetensors_header import StoredTensor
 from flatout.modelfile.sources import ModelSource
@@ -123,6 +124,17 @@ def kept_packed(source: ModelSource) -> dict[str, int]:
     return {name.removesuffix(".weight"): kept[name] for name in whole}
 
 
+def kept_embedding(source: ModelSource, packed: Mapping[str, int]) -> str:
+    """How the embedding of a GGUF file is kept beside these projections, for Decoder(embedding=...), so that it gives the very values of the file: by
+    a tied head that has them; else in the file's blocks; "": in floats, where those are in the file or a tied head needs them."""
+    assert source.gguf is not None
+    spec, targets = source.spec, _targets(source.gguf.tensors, source.spec, tie=source.spec.tie_embeddings)
+    kind = next((source.gguf.tensors[n].type.name for n, t in targets.items() if isinstance(t, Target) and t.name == "embed.weight"), "")
+    if kind not in gguf.PACKED or (spec.tie_embeddings and "head" not in packed):
+        return ""
+    return HEAD if spec.tie_embeddings and not gguf.change(kind, packed["head"]) else kind
+
+
 def rounded_packed(shapes: Mapping[str, Destination], spec: ModelSpec, bits: int) -> tuple[dict[str, int], dict[str, int]]:
     """Bits of the projections that --quantization int8 or int4 rounds, for Decoder(packed=...): all whose parts fall into whole groups, the head in 8.
     Those that do not: in words -> how many. shapes: destinations of a plain decoder, on any device."""
@@ -142,21 +154,21 @@ def rounded_packed(shapes: Mapping[str, Destination], spec: ModelSpec, bits: int
 
 def _plan(destinations: Mapping[str, Destination], source: ModelSource, report: LoadReport) -> list[_Move]:
     """What goes where, or why it cannot."""
-    names, moves, unknown = names_of(source.spec), [], []
+    moves, unknown = [], []
     stored: Mapping[str, StoredTensor | GGUFTensor] = source.gguf.tensors if source.gguf is not None else source.tensors
-    targets = {name: names.target(name) for name in stored}
-    if "head.weight" not in destinations or source.spec.tie_embeddings:
-        _tie(targets)
+    targets = _targets(stored, source.spec, tie="head.weight" not in destinations or source.spec.tie_embeddings)
     for name, tensor in stored.items():
         target = targets[name]
         if isinstance(target, Skipped):
             report.skip(name, target.reason)
-        elif target is None or target.name not in destinations:
-            unknown.append(name)
         else:
-            # a head that is packed for itself though it is tied has the embedding's tensor too
-            also = [replace(target, name="head.weight")] if target.name == "embed.weight" and source.spec.tie_embeddings else []
-            for where in [target, *(t for t in also if t.name in destinations)]:
+            places = [] if target is None else [target]
+            if target is not None and target.name == "embed.weight" and source.spec.tie_embeddings:
+                places.append(replace(target, name="head.weight"))  # packed for itself though it is tied, and maybe for the embedding
+            places = [place for place in places if place.name in destinations]
+            if not places:
+                unknown.append(name)
+            for where in places:
                 move = _Move(name, tensor, where, destinations[where.name])
                 moves.append(move)
                 report.add_scheme(where.name, move.kind, move.destination, gguf.change(move.kind, move.bits) if move.bits else "")
@@ -176,9 +188,19 @@ def _plan(destinations: Mapping[str, Destination], source: ModelSource, report: 
     absent = [(name, e, s) for name, d in destinations.items() for e, s in d.pieces() if (name, e, s) not in claimed]
     if absent:
         present = {NUMBER.sub(".#", name) for name in stored}
+        names = names_of(source.spec)
         lacking = [names.spelling(name, segment, expert, present) for name, expert, segment in absent]
         raise ModelFileError(f"{source.name}: the checkpoint lacks {_some(lacking)}; incomplete download? fetch it again")
     return moves
+
+
+def _targets(stored: Iterable[str], spec: ModelSpec, tie: bool) -> dict[str, Target | Skipped | None]:
+    """Where each tensor of the checkpoint goes, by its name."""
+    names = names_of(spec)
+    targets = {name: names.target(name) for name in stored}
+    if tie:
+        _tie(targets)
+    return targets
 
 
 def _tie(targets: dict[str, Target | Skipped | None]) -> None:
@@ -223,7 +245,10 @@ def _run(moves: list[_Move], spec: ModelSpec) -> None:
         def move_one(move: _Move) -> None:
             stored = move.stored
             plain = None if isinstance(stored, GGUFTensor) else opened[stored.file].get_tensor(stored.name)
-            if move.bits and isinstance(stored, GGUFTensor):
+            if move.destination.blocks:
+                assert isinstance(stored, GGUFTensor)
+                _write_blocks(move, stored)
+            elif move.bits and isinstance(stored, GGUFTensor):
                 for one, _ in _by_expert(move, stored):
                     _write_packed(one, None, spec, copy)
             elif move.bits:
@@ -295,6 +320,15 @@ def _write(move: _Move, value: Tensor, spec: ModelSpec, copy: Copy) -> None:
     move.destination.write(value.view(move.destination.shape_of(target.segment, target.expert)), target.segment, target.expert, copy)
 
 
+def _write_blocks(move: _Move, stored: GGUFTensor) -> None:
+    """As the file has them."""
+
+    def copied(place: Tensor) -> None:
+        place.view(-1).numpy()[:] = stored.data
+
+    move.destination.fill(copied, move.target.segment, move.target.expert)
+
+
 def _write_packed(move: _Move, plain: Tensor | None, spec: ModelSpec, copy: Copy) -> None:
     """In groups with scales: as a GGUF file has it, laid out anew, or rounded, a few rows at a time. plain: the tensor of another file."""
     target, stored, bits = move.target, move.stored, move.bits
@@ -313,12 +347,11 @@ def _write_packed(move: _Move, plain: Tensor | None, spec: ModelSpec, copy: Copy
 
     try:
         if isinstance(stored, GGUFTensor) and gguf.repacks(move.kind, bits):
-            value = gguf.repacked(stored.data, move.kind, (rows, columns), bits, order)
+            move.destination.fill(lambda place: gguf.repack(place, stored.data, move.kind, bits, order), target.segment, target.expert)
         else:
-            value = rounded_weight(read, rows, columns, bits)
+            move.destination.write(rounded_weight(read, rows, columns, bits), target.segment, target.expert, copy)
     except ValueError as e:
         raise ModelFileError(f"{stored.file}: {move.name}: {e}; use --quantization none") from None
-    move.destination.write(value, target.segment, target.expert, copy)
 
 
 def _halves(value: Tensor, heads: int) -> Tensor:

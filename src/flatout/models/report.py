@@ -33,7 +33,8 @@ class LoadReport:
     files: int
     parameters: Counter[str] = field(default_factory=Counter)  # elements by dtype, as held
     packed: dict[int, list[str]] = field(default_factory=dict)  # bits -> parts with projections of so many
-    packed_head: int = 0  # elements that a tied head holds beside the embedding
+    packed_head: int = 0  # elements that a tied head holds packed
+    embedding: int = 0  # elements that the embedding holds for itself
     nbytes: int = 0
     used: int = 0  # tensors of the checkpoint
     skipped: dict[str, list[str]] = field(default_factory=dict)  # reason -> names
@@ -45,6 +46,8 @@ class LoadReport:
         count = math.prod(destination.shape_of())
         if name == "head.weight" and self.spec.tie_embeddings:  # the embedding's, packed for itself
             self.packed_head = count
+        if name == "embed.weight":
+            self.embedding = count
         if destination.lines > 1:
             parts = self.packed.setdefault(bits_of(destination.tensor), [])
             parts += {_part(name)}.difference(parts)
@@ -63,7 +66,7 @@ class LoadReport:
     def lines(self) -> list[str]:
         """About ten lines of text."""
         spec = self.spec
-        total = self.parameters.total() - self.packed_head
+        total = self.parameters.total() - min(self.packed_head, self.embedding)
         held = ", ".join(f"{count / 1e6:,.1f} M in {dtype}" for dtype, count in self.parameters.most_common())
         rate = f" ({self.nbytes / 1e9 / self.seconds:.1f} GB/s)" if self.seconds > 0 else ""
         lines = [
@@ -80,7 +83,8 @@ class LoadReport:
         if self.packed:
             weights = "; ".join(f"{Packed(bits).name} in {', '.join(self.packed[bits])}" for bits in sorted(self.packed))
             lines.append(f"products {weights}; int8 activations, of many rows bfloat16")
-        tied = "tied to the embedding" + (", packed for itself" if self.packed_head else "")
+        packed = ", packed" + (" for itself" if self.embedding else ", and so read by it") if self.packed_head else ""
+        tied = "tied to the embedding" + packed
         lines.append(f"head     {tied if spec.tie_embeddings else 'its own'}, {spec.vocab_size:,} rows")
         heads = f"{spec.num_heads} query and {spec.num_kv_heads} key/value heads of {spec.head_dim}"
         lines.append(f"heads    {heads}" + (f", {spec.qk_norm} q/k norm" if spec.qk_norm else ""))
@@ -104,8 +108,8 @@ def _part(name: str) -> str:
 
 
 def _held(destination: Destination) -> str:
-    """The type, or of packed weights the bits that one takes with its share of the scales."""
-    if destination.lines == 1:
+    """The type, or of quantised weights the bits that one takes with its share of the scales."""
+    if destination.lines == 1 and not destination.blocks:
         return str(destination.tensor.dtype).removeprefix("torch.")
     return f"{8 * destination.tensor.nbytes / math.prod(destination.shape_of()):.1f} bits"
 

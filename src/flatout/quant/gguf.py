@@ -1,20 +1,22 @@
-"""GGUF block types to plain tensors and to those of kernels/packed.py: what each packed block says, in numpy, a few megabytes at a time.
+"""GGUF block types to plain tensors and to those of kernels/packed.py, a few megabytes at a time.
 
-One function per type unpacks a run of blocks into float32 exactly as ggml defines it; another, where the packed layout can say the same, gives
-its groups of 32. Files and names are modelfile/'s business. Called by models/load.py.
+What a block says is kernels/blocks.py's; here is, where the packed layout can say the same, how its groups of 32 become that layout's: by the native
+library, with numpy as its reference. Files and names are modelfile/'s business. Called by models/load.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.kernels.packed import BYTES, GROUP, LINES, pack
+from flatout.kernels import native
+from flatout.kernels.blocks import PACKED, column, fifth_bits, nibbles, scales_and_minima
+from flatout.kernels.native import blocks
+from flatout.kernels.packed import GROUP, LINES, pack
 from flatout.quant.rounding import eight_bits
 
 CHUNK = (
@@ -22,109 +24,6 @@ CHUNK = (
 )  # elements unpacked at a time: the float32 values (2 MB) stay in the L2 cache; 0.28 s for the default model, 0.5 s at 1 << 23
 
 
-def _layout(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype:
-    return np.dtype([(f[0], f[1], (f[2],)) if len(f) == 3 else f for f in fields])
-
-
-def _column(values: np.ndarray) -> np.ndarray:
-    """float16 [n] -> float32 [n, 1]"""
-    return values.astype(np.float32)[:, None]
-
-
-def _nibbles(q: np.ndarray) -> np.ndarray:
-    """uint8 [n, ..., b] -> [n, ..., 2b]: all low halves, then all high halves."""
-    out = np.empty((*q.shape[:-1], 2 * q.shape[-1]), np.uint8)
-    half = q.shape[-1]
-    np.bitwise_and(q, 15, out=out[..., :half])
-    np.right_shift(q, 4, out=out[..., half:])
-    return out
-
-
-def _bits(packed: np.ndarray, width: int) -> np.ndarray:
-    """uint8 [n, b] -> [n, 8/width, b]: the `width` bits at each place of every byte, lowest first."""
-    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
-    return (packed[:, None, :] >> shifts) & np.uint8((1 << width) - 1)
-
-
-def _fifth_bits(packed: np.ndarray) -> np.ndarray:
-    """uint8 [n, 4] -> [n, 32] of 0 or 16: bit i is element i's fifth."""
-    return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
-
-
-def _q4_0(b: np.ndarray, out: np.ndarray) -> None:
-    np.multiply(_nibbles(b["q"]).view(np.int8) - np.int8(8), _column(b["d"]), out=out)
-
-
-def _q4_1(b: np.ndarray, out: np.ndarray) -> None:
-    np.multiply(_nibbles(b["q"]), _column(b["d"]), out=out)
-    out += _column(b["m"])
-
-
-def _q5_0(b: np.ndarray, out: np.ndarray) -> None:
-    q = _nibbles(b["q"]) | _fifth_bits(b["h"])
-    np.multiply(q.view(np.int8) - np.int8(16), _column(b["d"]), out=out)
-
-
-def _q5_1(b: np.ndarray, out: np.ndarray) -> None:
-    np.multiply(_nibbles(b["q"]) | _fifth_bits(b["h"]), _column(b["d"]), out=out)
-    out += _column(b["m"])
-
-
-def _q8_0(b: np.ndarray, out: np.ndarray) -> None:
-    np.multiply(b["q"], _column(b["d"]), out=out)
-
-
-def _scales_and_minima(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight 6-bit scales and minima of a K block from its 12 bytes, times the block's own: float32 [n, 8, 1] each.
-
-    Bytes 0-3 and 4-7 hold the first four of each and, in their top two bits, the top of the last four; bytes 8-11 the rest of those.
-    """
-    low, mid, high = b["s"][:, 0:4], b["s"][:, 4:8], b["s"][:, 8:12]
-    scales = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=1)
-    minima = np.concatenate([mid & 63, (high >> 4) | ((mid >> 2) & 48)], axis=1)
-    return (_column(b["d"]) * scales)[:, :, None], (_column(b["m"]) * minima)[:, :, None]
-
-
-def _q4_k(b: np.ndarray, out: np.ndarray) -> None:
-    scale, minimum = _scales_and_minima(b)
-    groups = out.reshape(-1, 8, 32)
-    np.multiply(_nibbles(b["q"].reshape(-1, 4, 32)).reshape(-1, 8, 32), scale, out=groups)
-    groups -= minimum
-
-
-def _q5_k(b: np.ndarray, out: np.ndarray) -> None:
-    scale, minimum = _scales_and_minima(b)
-    groups = out.reshape(-1, 8, 32)
-    q = _nibbles(b["q"].reshape(-1, 4, 32)).reshape(-1, 8, 32) | (_bits(b["h"], 1) << np.uint8(4))
-    np.multiply(q, scale, out=groups)
-    groups -= minimum
-
-
-def _q6_k(b: np.ndarray, out: np.ndarray) -> None:
-    q = _nibbles(b["q"].reshape(-1, 2, 64)).reshape(-1, 8, 32) | (_bits(b["h"].reshape(-1, 32), 2).reshape(-1, 8, 32) << np.uint8(4))
-    scale = (_column(b["d"]) * b["s"])[:, :, None]
-    np.multiply(q.view(np.int8).reshape(-1, 16, 16) - np.int8(32), scale, out=out.reshape(-1, 16, 16))
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A packed type: its block as a record, its elements, and how a run of blocks [n] becomes float32 [n, elements]."""
-
-    layout: np.dtype
-    elements: int
-    unpack: Callable[[np.ndarray, np.ndarray], None]
-
-
-PACKED = {
-    "Q4_0": Packed(_layout(("d", "<f2"), ("q", "u1", 16)), 32, _q4_0),
-    "Q4_1": Packed(_layout(("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)), 32, _q4_1),
-    "Q5_0": Packed(_layout(("d", "<f2"), ("h", "u1", 4), ("q", "u1", 16)), 32, _q5_0),
-    "Q5_1": Packed(_layout(("d", "<f2"), ("m", "<f2"), ("h", "u1", 4), ("q", "u1", 16)), 32, _q5_1),
-    "Q8_0": Packed(_layout(("d", "<f2"), ("q", "i1", 32)), 32, _q8_0),
-    "Q4_K": Packed(_layout(("d", "<f2"), ("m", "<f2"), ("s", "u1", 12), ("q", "u1", 128)), 256, _q4_k),
-    "Q5_K": Packed(_layout(("d", "<f2"), ("m", "<f2"), ("s", "u1", 12), ("h", "u1", 32), ("q", "u1", 128)), 256, _q5_k),
-    "Q6_K": Packed(_layout(("q", "u1", 128), ("h", "u1", 64), ("s", "i1", 16), ("d", "<f2")), 256, _q6_k),
-}
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SUPPORTED = (*PLAIN, *PACKED)
 
@@ -161,25 +60,25 @@ Groups = tuple[np.ndarray, ...]
 
 
 def _q4_0_groups(b: np.ndarray) -> Groups:
-    return _nibbles(b["q"]), b["d"], _column(b["d"]) * -8
+    return nibbles(b["q"]), b["d"], column(b["d"]) * -8
 
 
 def _q4_1_groups(b: np.ndarray) -> Groups:
-    return _nibbles(b["q"]), b["d"], b["m"]
+    return nibbles(b["q"]), b["d"], b["m"]
 
 
 def _q4_k_groups(b: np.ndarray) -> Groups:
     # d and dmin have 11 bits, what multiplies them 6: the product is rounded to 11. One that is subnormal is exact, a multiple of the smallest step
-    scale, minimum = _scales_and_minima(b)
-    return _nibbles(b["q"].reshape(-1, 4, 32)), scale, -minimum
+    scale, minimum = scales_and_minima(b)
+    return nibbles(b["q"].reshape(-1, 4, 32)), scale, -minimum
 
 
 def _q4_0_bytes(b: np.ndarray) -> Groups:
-    return _nibbles(b["q"]) + np.uint8(128 - 8), b["d"]
+    return nibbles(b["q"]) + np.uint8(128 - 8), b["d"]
 
 
 def _q5_0_bytes(b: np.ndarray) -> Groups:
-    return (_nibbles(b["q"]) | _fifth_bits(b["h"])) + np.uint8(128 - 16), b["d"]
+    return (nibbles(b["q"]) | fifth_bits(b["h"])) + np.uint8(128 - 16), b["d"]
 
 
 def _q8_0_bytes(b: np.ndarray) -> Groups:
@@ -208,14 +107,14 @@ SAME: dict[tuple[str, int], Callable[[np.ndarray], Groups]] = {
 
 
 def kept_bits(kind: str, shape: tuple[int, ...]) -> int:
-    """The fewest bits with which repacked() keeps such a tensor, or 0: it cannot."""
+    """The fewest bits with which repack() keeps such a tensor, or 0: it cannot."""
     if kind not in PACKED or len(shape) != 2 or shape[0] % LINES:
         return 0
     return 4 if (kind, 4) in SAME else 8
 
 
 def repacks(kind: str, bits: int) -> bool:
-    """Whether repacked() takes such a tensor to so many bits; else its values are quant/rounding.py's to round."""
+    """Whether repack() takes such a tensor to so many bits; else its values are quant/rounding.py's to round."""
     return kind in PACKED and (bits == 8 or (kind, bits) in SAME)
 
 
@@ -228,16 +127,24 @@ def change(kind: str, bits: int) -> str:
     return "scales rounded" if kind == "Q4_K" else ""
 
 
-def repacked(raw: np.ndarray, kind: str, shape: tuple[int, int], bits: int, order: np.ndarray | None = None) -> Tensor:
-    """The tensor as kernels/packed.py lays it out, in kept_bits() or in 8; row i is the file's row order[i], or i.
+def repack(out: Tensor, raw: np.ndarray, kind: str, bits: int, order: np.ndarray | None = None) -> None:
+    """The tensor that `raw` holds (uint8, whole blocks, row-major) into out, uint8 [rows / 16, columns / 32, bytes] on the CPU, as kernels/packed.py
+    lays it out in kept_bits() or in 8; row i is the file's row order[i], or i.
 
     ValueError: a scale or minimum that float16 does not hold.
     """
-    rows, columns = shape
+    if native.available() and out.is_contiguous():
+        blocks.repack(out, raw, kind, bits, order)
+    else:
+        repack_by_numpy(out, raw, kind, bits, order)
+
+
+def repack_by_numpy(out: Tensor, raw: np.ndarray, kind: str, bits: int, order: np.ndarray | None = None) -> None:
+    """The reference of repack()."""
+    rows, columns = out.shape[0] * LINES, out.shape[1] * GROUP
     layout = PACKED[kind].layout
     groups = SAME.get((kind, bits)) or partial(_rounded_again, kind)
     lines = raw.view(np.ndarray).reshape(rows, -1)
-    out = torch.empty(rows // LINES, columns // GROUP, BYTES[bits], dtype=torch.uint8)
     step = max(CHUNK // columns // LINES, 1) * LINES
     for at in range(0, rows, step):
         run = lines[at : at + step] if order is None else lines[order[at : at + step]]
@@ -247,4 +154,3 @@ def repacked(raw: np.ndarray, kind: str, shape: tuple[int, int], bits: int, orde
         if not all(half.isfinite().all() for half in halves):
             raise ValueError("scales that float16 does not hold")
         out[at // LINES : (at + len(run)) // LINES] = pack(torch.from_numpy(values.reshape(len(run), -1, GROUP)), *halves)
-    return out

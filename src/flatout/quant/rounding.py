@@ -39,7 +39,7 @@ def rounded_weight(read: Callable[[int, int], Tensor], rows: int, columns: int, 
 def eight_bits(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Values uint8 [n, 32] and scales float16 [n], as pack() takes them, of groups float32 [n, 32]: the largest magnitude is 127 scales."""
     lanes = groups.t().contiguous()  # reductions over the first dimension are sums of vectors
-    largest = torch.maximum(lanes.amax(0), -lanes.amin(0))
+    largest = torch.maximum(lanes.amax(0), -lanes.amin(0)).abs_()  # of zeros it may be -0
     scales = (largest / 127).half()
     # with few digits left to float16 the nearest one may be too small for the largest value (or 0): the next one then
     scales = torch.where(scales.float() * 127.5 <= largest, (scales.view(torch.int16) + 1).view(torch.float16), scales)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
@@ -25,12 +28,12 @@ from flatout.ledger.table import CostTable
 from flatout.modelfile.sources import ModelSource
 from flatout.modelfile.spec import ModelSpec
 from flatout.models.decoder import Decoder
-from flatout.models.load import kept_packed, load_weights
+from flatout.models.load import load_weights
 from flatout.request import MAX_LOGPROBS, Request, SamplingParams
 from flatout.runner.costs import cost_table
 from flatout.runner.graphs import DecodeGraphs, ladder
 from flatout.runner.memory import GIB, check_sizes, memory_errors_named, size_pool
-from flatout.runner.packing import packed_projections
+from flatout.runner.packing import kept_weights
 from flatout.runner.runner import Runner
 from flatout.runner.threads import Threads
 from flatout.step import StepPlan
@@ -46,7 +49,7 @@ class Built:
     runner: Runner
     num_blocks: int
     weight_bytes: int
-    costs: CostTable
+    costs: Callable[[], CostTable]  # made when somebody asks, as a first token need not wait for it
     lines: list[str]
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
@@ -89,22 +92,24 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
         gpu.load(cache_dir() / "cuda")
         phase("kernels")
         lacking = gpu.lacking(device)
-    packed, left = packed_projections(config, source, spec)
-    lacking += [left] if left else []
+    kept = kept_weights(config, source, spec)
+    lacking += [kept.left] if kept.left else []
     if device.type == "cpu":
         lacking += native.lacking()
         if native.available():
             native.set_threads(config.device.threads)
-    decoder = Decoder(
-        spec,
-        dtype=dtype,
-        device=device,
-        max_tokens=budget,
-        max_logits=seqs,
-        max_model_len=longest,
-        invariant=config.device.deterministic,
-        packed=packed,
-    )
+    with _one_torch_thread():
+        decoder = Decoder(
+            spec,
+            dtype=dtype,
+            device=device,
+            max_tokens=budget,
+            max_logits=seqs,
+            max_model_len=longest,
+            invariant=config.device.deterministic,
+            packed=kept.packed,
+            embedding=kept.embedding,
+        )
     report = load_weights(decoder, source, seed=model.seed)
     phase("weights")
     max_blocks = -(-longest // block_size)
@@ -134,6 +139,7 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
         _warm_step(runner, longest, rows, tokens)
     # this model's shapes are new to this machine: measure the batches that users will make, once, not while they wait. Graphs measure theirs
     if graphs is None and choices.unsaved:
+        _warm_step(runner, longest, 1, min(64, budget))
         for rows in sorted({shape_class(n) for n in range(2, min(seqs, budget, MOST_WARMED) + 1)}):
             _warm_step(runner, longest, min(rows, seqs, budget), min(rows, seqs, budget))
     phase("warm-up")
@@ -154,17 +160,29 @@ def _build(config: Config, source: ModelSource, spec: ModelSpec, hardware: Hardw
             lines.append(f"graphs: decode steps of {_sizes(graphs.sizes)} rows, {(free - torch.cuda.mem_get_info()[0]) / GIB:.2f} GiB")
         phase("graphs")
     choices.save()
-    costs = cost_table(
+    costs = partial(
+        cost_table,
         spec,
         name=source.name,
         dtype=model.dtype,
         kv_dtype=config.cache.kv_cache_dtype,
-        packed=packed,
+        packed=kept.packed,
+        embedding=kept.embedding,
         runs_on=device.type,
         roof=roof_here(hardware),
     )
-    phase("costs")
     return Built(runner, pool.num_blocks, decoder.weight_bytes(), costs, lines, seconds)
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Rope tables of 8,192 positions take 7 ms of one thread; of two, which start and meet for them, 70 to 85 ms of CPU, and 0.2 s where cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _mark(spec: ModelSpec, config: Config) -> str:
@@ -213,7 +231,7 @@ def _warm_steps(device: torch.device, seqs: int, budget: int) -> list[tuple[int,
     """(rows, tokens) of the steps rehearsed at every start: what a first user meets."""
     if device.type == "cuda":
         return [(1, 1), (min(seqs, budget), budget), (1, 1)]
-    return [(1, 1), (1, min(64, budget))]
+    return [(1, 1)]  # a prompt of 64 as well took 0.18 s on a busy machine, and saved the first one 0.09
 
 
 def _long_chunks(longest: int, budget: int) -> list[tuple[int, int]]:

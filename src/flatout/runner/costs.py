@@ -30,8 +30,10 @@ META = torch.device("meta")
 MOST_ROWS = 64
 
 
-def cost_table(spec: ModelSpec, *, name: str, dtype: str, kv_dtype: str, packed: Mapping[str, int], runs_on: str, roof: Roof) -> CostTable:
-    """dtype, kv_dtype: names of torch's; packed: as the Decoder takes it; runs_on: "cuda" or "cpu", whose ops differ a little.
+def cost_table(
+    spec: ModelSpec, *, name: str, dtype: str, kv_dtype: str, packed: Mapping[str, int], embedding: str = "", runs_on: str, roof: Roof
+) -> CostTable:
+    """dtype, kv_dtype: names of torch's; packed, embedding: as the Decoder takes them; runs_on: "cuda" or "cpu", whose ops differ a little.
 
     RuntimeError: an op's cost is no function of the step's shape that a CostTable knows.
     """
@@ -43,6 +45,7 @@ def cost_table(spec: ModelSpec, *, name: str, dtype: str, kv_dtype: str, packed:
         max_logits=MOST_ROWS,
         max_model_len=1,
         packed=packed,
+        embedding=embedding,
         runs_on=runs_on,
     )
     kv_type = getattr(torch, kv_dtype)

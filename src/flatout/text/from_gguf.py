@@ -64,7 +64,9 @@ class _Vocabulary:
     def __init__(self, metadata: Mapping[str, Any]):
         self.metadata = metadata
         self.architecture = str(metadata.get("general.architecture", ""))
-        self.tokens: list[str] = [token or f"[EMPTY_{id}]" for id, token in enumerate(self._list("tokens"))]
+        self.tokens: list[str] = self._list("tokens")
+        if "" in self.tokens:
+            self.tokens = [token or f"[EMPTY_{id}]" for id, token in enumerate(self.tokens)]
         if not self.tokens:
             raise ModelFileError("tokenizer.ggml.tokens is missing or empty: this GGUF file holds no tokenizer; give one with --tokenizer")
         self.types: list[int] = self._list("token_type", same_length=True) or [1] * len(self.tokens)
@@ -98,7 +100,7 @@ class _Vocabulary:
 
     def bpe(self, tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
         """The BPE model over these spellings of the tokens."""
-        vocab = {token: id for id, token in enumerate(tokens)}
+        vocab = dict(zip(tokens, range(len(tokens))))
         if len(vocab) != len(tokens):
             twice = next(token for id, token in enumerate(tokens) if vocab[token] != id)
             raise ModelFileError(f"tokenizer.ggml.tokens holds {twice!r} twice")
@@ -174,6 +176,9 @@ def _merges_from_scores(vocabulary: _Vocabulary, scores: list[float]) -> list[tu
 
 def _pairs(merges: list[str]) -> list[tuple[str, str]]:
     """ "a b" -> ("a", "b"). A half may start with a space itself, so the cut is at the first space after the first character."""
+    halves = [merge.partition(" ") for merge in merges]
+    if all(left and right for left, _, right in halves):
+        return [(left, right) for left, _, right in halves]
     cuts = [merge.find(" ", 1) for merge in merges]
     if -1 in cuts:
         raise ModelFileError(f"tokenizer.ggml.merges holds {merges[cuts.index(-1)]!r}, which isn't a pair")
@@ -185,7 +190,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, named: s
     # Phi-3's own tokenizer lets its control tokens swallow the white space behind them; GGUF has no key for that
     swallows = vocabulary.architecture == "phi3" and vocabulary.metadata.get("tokenizer.ggml.model") == "llama"
     special, plain = [], []
-    for id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types)):
+    for id in [id for id, kind in enumerate(vocabulary.types) if kind in (CONTROL, UNKNOWN, USER_DEFINED) or id in named]:
+        token, kind = vocabulary.tokens[id], vocabulary.types[id]
         if kind in (CONTROL, UNKNOWN) or id in named:
             rstrip = swallows and token not in ("<unk>", "<s>", "<|endoftext|>")
             special.append(AddedToken(token, normalized=False, special=True, rstrip=rstrip))

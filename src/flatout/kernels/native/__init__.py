@@ -1,6 +1,6 @@
 """The native CPU library by thin functions on torch tensors over its C ABI (native.h): products of plain and packed weights, attention of
 single queries, rotation, what a decode step does around its layers; and blocks of such calls, noted once and made again by one. Those on rows by
-themselves and on experts are rows.py's.
+themselves and on experts are rows.py's, those on GGUF's blocks blocks.py's.
 
 It is built by setup.py and may be missing: available() says so and lacking() what that costs. No arithmetic and no choice lives here. Called by
 kernels/linear.py, packed.py, attention.py and rope.py, which have the references, attention/sdpa.py, and runner/build.py, which sets the threads.
@@ -40,6 +40,7 @@ _INPUTS, _REMEMBER = struct.Struct("8P4q2i"), struct.Struct("3P2q")
 _FUNCTIONS = (
     *("product", "attention", "rotate", "gather", "greedy", "inputs", "remember", "chunk"),
     *("norm", "add", "gate", "route", "experts"),  # by native/rows.py
+    "embed",  # by native/blocks.py
 )
 
 
@@ -55,6 +56,10 @@ def _load() -> ctypes.CDLL | None:
     library.flatout_dequantise.argtypes = [
         *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32),
+    ]
+    library.flatout_repack.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_int32, ctypes.c_void_p),
     ]
     library.flatout_isa.restype = ctypes.c_char_p
     library.flatout_use_isa.argtypes = [ctypes.c_char_p]

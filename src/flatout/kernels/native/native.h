@@ -121,6 +121,38 @@ typedef struct {
 
 FLATOUT_API int flatout_rotate(const FlatoutRotation* rotation);
 
+// GGUF's block types by ggml's numbers: a line of a weight is blocks one after the other, as ggml defines them.
+enum {
+  FLATOUT_Q4_0 = 2,
+  FLATOUT_Q4_1 = 3,
+  FLATOUT_Q5_0 = 6,
+  FLATOUT_Q5_1 = 7,
+  FLATOUT_Q8_0 = 8,
+  FLATOUT_Q4_K = 12,
+  FLATOUT_Q5_K = 13,
+  FLATOUT_Q6_K = 14
+};
+
+// A weight of blocks [lines][columns] as a packed one of kind 4 or 8, by the caller's thread alone. Line i of it is line order[i] of the source.
+// Of kind 8 other types than Q4_0, Q5_0 and Q8_0 are rounded again: the largest magnitude of a group is 127 scales. Of kind 4 it
+// takes Q4_0, Q4_1 and Q4_K. 0; 1 for what it cannot do, when nothing is written; or 2: a scale or minimum that float16 does not hold.
+FLATOUT_API int flatout_repack(const uint8_t* source, int32_t format, const int64_t* order, int64_t lines, int64_t columns, int32_t kind,
+                               uint8_t* out);
+
+// out [rows][width] = scale * the float32 values of line indices[row], which are rounded to the type of out before they are scaled.
+typedef struct {
+  const uint8_t* source;   // [lines][width]
+  const int64_t* indices;  // [rows], each one of the source's lines
+  void* out;
+  int64_t out_stride;  // elements
+  int64_t rows, width, lines;
+  int32_t format;  // of blocks, or -4 or -8: a packed weight of that kind
+  int32_t type;    // of out
+  float scale;
+} FlatoutEmbed;
+
+FLATOUT_API int flatout_embed(const FlatoutEmbed* embed);
+
 // out [rows][width] = scale * source[indices[row]].
 typedef struct {
   const void* source;      // [source_rows][width]
@@ -252,7 +284,8 @@ enum {
   FLATOUT_CALL_ADD = 9,
   FLATOUT_CALL_GATE = 10,
   FLATOUT_CALL_ROUTE = 11,
-  FLATOUT_CALL_EXPERTS = 12
+  FLATOUT_CALL_EXPERTS = 12,
+  FLATOUT_CALL_EMBED = 13
 };
 
 typedef struct {

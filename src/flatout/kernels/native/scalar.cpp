@@ -1,6 +1,7 @@
 // Words of plain C++ for kernels.inc, with the vectors of four that GCC and Clang offer on any processor. For machines without AVX2 and for
 // architectures that have no words of their own here; right everywhere, fast nowhere.
 
+#include "half.h"
 #include "kernels.h"
 
 #include <cmath>
@@ -27,36 +28,10 @@ inline V turned(V a) {
   return by == 2 ? V{a[2], a[3], a[0], a[1]} : V{a[1], a[0], a[3], a[2]};
 }
 
-inline float half(uint32_t h) {
-  const uint32_t sign = (h & 0x8000) << 16, size = h & 0x7FFF;
-  uint32_t bits = (size << 13) + (112u << 23);          // 112: what the exponents' biases differ by
-  if (size >= 0x7C00) bits = (size << 13) | 0x7F800000;  // infinite or NaN
-  float f;
-  std::memcpy(&f, &bits, sizeof f);
-  if (size < 0x400) f = static_cast<float>(size) * 0x1p-24f;  // zero or subnormal
-  return sign ? -f : f;
-}
-
 inline F halves(const uint8_t* p) {
   uint16_t h[lanes];
   std::memcpy(h, p, sizeof h);
   return F{half(h[0]), half(h[1]), half(h[2]), half(h[3])};
-}
-
-inline uint16_t to_half(float f) {
-  uint32_t bits;
-  std::memcpy(&bits, &f, sizeof bits);
-  const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFF;
-  if (size > 0x7F800000) return static_cast<uint16_t>(sign | 0x7E00 | (size >> 13 & 0x1FF));  // NaN
-  if (size >= 0x477FF000) return static_cast<uint16_t>(sign | 0x7C00);                        // beyond 65504, as rounded
-  if (size < 0x38800000) {  // subnormal: adding 0.5 leaves the units of 2^-24 in the last bits
-    float a;
-    std::memcpy(&a, &size, sizeof a);
-    a += 0.5f;
-    std::memcpy(&bits, &a, sizeof bits);
-    return static_cast<uint16_t>(sign | (bits - 0x3F000000));
-  }
-  return static_cast<uint16_t>(sign | ((size - (112u << 23) + 0xFFF + (size >> 13 & 1)) >> 13));
 }
 
 inline void to_halves(uint8_t* p, F a) {

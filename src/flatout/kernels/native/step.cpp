@@ -41,6 +41,7 @@ int call(const FlatoutCall& c) {
     case FLATOUT_CALL_GATE: return called(flatout_gate, c.operands);
     case FLATOUT_CALL_ROUTE: return called(flatout_route, c.operands);
     case FLATOUT_CALL_EXPERTS: return called(flatout_experts, c.operands);
+    case FLATOUT_CALL_EMBED: return called(flatout_embed, c.operands);
     default: return 1;
   }
 }
