@@ -322,7 +322,9 @@ def _check_int8_cache(spec: ModelSpec, on_cpu: bool) -> None:
     if not on_cpu:
         raise ConfigError("--kv-cache-dtype: int8 runs on the CPU so far; leave it out, or use --device cpu")
     if spec.head_dim % 4:
-        raise ConfigError(f"--kv-cache-dtype: int8 keeps heads of a multiple of 4 dims, and this model's have {spec.head_dim}; leave it out")
+        raise ConfigError(
+            f"--kv-cache-dtype: int8 keeps heads of a multiple of 4 dims, and this model's have {spec.head_dim}; leave it out"
+        )
 
 
 CAPTURED = 1024  # rows: a larger step keeps the device busy for longer than its launches take
