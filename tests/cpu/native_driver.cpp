@@ -46,7 +46,7 @@ int one(int64_t rows, int64_t outputs, int64_t columns, int kind, int gate, bool
   p.gate = gate;
   p.eps = 1e-5f;
   p.scale = 0.5f;
-  if (kind <= 8 && flatout_has_tiles()) {
+  if ((kind <= 8 || (kind == 16 && outputs % 16 == 0 && columns % 32 == 0)) && flatout_has_tiles()) {
     p.many = 1;
     if (flatout_product(&p)) return 1;
     p.many = 0;
@@ -183,7 +183,7 @@ int all() {
     for (int64_t outputs : {16, 208}) {
       for (int64_t columns : {32, 544}) {
         for (int gate = 0; gate < 4; gate++) {
-          for (int kind : {4, 8}) failed |= one(rows, outputs, columns, kind, gate, rows == 3, gate % 2);
+          for (int kind : {4, 8, 16}) failed |= one(rows, outputs, columns, kind, gate, rows == 3, gate % 2);
           for (int kind : {16, 32}) failed |= one(rows, outputs - 3, columns + 16, kind, gate, rows == 3, gate % 2);  // no whole tiles
         }
       }

@@ -176,7 +176,7 @@ def product(
     multiple of 16, and x is rounded to its type. kind: the weight's bits, 4 or 8 of packed ones, 16 of bfloat16, 32 of float32. x and out:
     float32 or bfloat16, rows any way apart. norm: (weight [K], eps, offset) of the RMS norm that x passes first. gate: the weight's lines are
     gates, then ups, and act(gate) * up is the result. bias and the norm's weight are of either type. many: x and packed weights are
-    rounded to bfloat16 instead, where has_tiles(). Takes 2 us on top of the work.
+    rounded to bfloat16 instead, or plain ones are of bfloat16, whole blocks of 16 lines and 32 columns; where has_tiles(). Takes 2 us on top of the work.
     """
     rows, columns = x.shape
     out_rows, outputs = out.shape

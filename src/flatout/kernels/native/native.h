@@ -27,7 +27,8 @@ enum { FLATOUT_NO_GATE = 0, FLATOUT_SILU = 1, FLATOUT_GELU_TANH = 2, FLATOUT_GEL
 // even; a group with anything but finite numbers makes its row's outputs NaN. Sums within such a group are exact, all others float32. A row has
 // the same bits in any company and with any number of threads. out may be x.
 //
-// With `many` rows and packed weights are rounded to bfloat16 instead, and sums are float32: for many rows, where flatout_has_tiles() says so.
+// With `many` rows and packed weights are rounded to bfloat16 instead, plain ones of kind 16 are taken as they are (in whole blocks of 16 lines and 32
+// columns), and sums are float32: for many rows, where flatout_has_tiles() says so. Kind 32: not.
 typedef struct {
   const void* x;          // [rows][columns]
   const void* weight;     // with a gate the gates' lines are followed by as many of the ups
