@@ -129,7 +129,9 @@ def test_the_ops_offer_tiles_for_several_rows_of_bfloat16():
 
     assert [rows for rows in (1, 4, 5, 8, 64, 65, 256, 257) if offered(rows)] == [5, 8, 64, 65, 256]
     assert shape_class(ops.FEWEST_TILED) > shape_class(ops.FEWEST_TILED - 1) and shape_class(ops.MOST_TILED) == ops.MOST_TILED
-    assert not offered(8, columns=48) and not offered(8, outputs=24) and not offered(8, dtype=torch.float32) and not offered(8, invariant=True)
+    assert (
+        not offered(8, columns=48) and not offered(8, outputs=24) and not offered(8, dtype=torch.float32) and not offered(8, invariant=True)
+    )
 
 
 @pytest.mark.parametrize("kind", [4, 16])
