@@ -12,6 +12,7 @@ from flatout.attention.backend import AttentionBackend
 from flatout.attention.sdpa import TorchBackend
 from flatout.batch import ForwardBatch, HostBatch
 from flatout.kernels.attention import AttentionWork, attention
+from flatout.kernels.kv import pack, unpack
 from flatout.modelfile.spec import LayerSpec, ModelSpec, RopeSpec
 
 CPU = torch.device("cpu")
@@ -52,11 +53,12 @@ def plan_of(
     device: torch.device = CPU,
     backend: AttentionBackend | None = None,
     on_device: bool = False,
+    cache: torch.dtype | None = None,
 ) -> AttentionWork:
-    """on_device: as for a captured step, all rows of one query."""
+    """on_device: as for a captured step, all rows of one query. cache: its type, where that is not the queries'."""
     if backend is None:
-        backend = TorchBackend(spec, BLOCK)
-        backend.allocate_kv(spec, 1, BLOCK, dtype, device)
+        backend = TorchBackend(spec, BLOCK, dtype)
+        backend.allocate_kv(spec, 1, BLOCK, cache or dtype, device)
     batch, host = batch_of(rows, table, device)
     if on_device:
         backend.plan_decode(batch)
@@ -94,7 +96,17 @@ class Case:
         assert worst.max() <= 1, f"token {int(worst.argmax())} of {len(worst)} is {float(worst.max()):.3g} times the slack away"
 
 
-def case_of(rows: Rows, spec: ModelSpec, dtype: torch.dtype, consecutive: bool = False, seed: int = 0, device: torch.device = CPU) -> Case:
+def case_of(
+    rows: Rows,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    consecutive: bool = False,
+    seed: int = 0,
+    device: torch.device = CPU,
+    cache: torch.dtype | None = None,
+) -> Case:
+    """cache: the type of keys and values, where that is not the queries'; what is expected is of the values that it holds."""
+    held = cache or dtype
     rng, generator = np.random.default_rng(seed), torch.Generator(device).manual_seed(seed)
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     widths = [-(-(before + new) // BLOCK) for before, new in rows]
@@ -111,17 +123,18 @@ def case_of(rows: Rows, spec: ModelSpec, dtype: torch.dtype, consecutive: bool =
 
     # q lies in the fused projection; slots never written hold NaN, so that a read of one shows
     q = random(tokens, (heads + 2 * kv_heads) * dim)[:, : heads * dim]
-    cache = [torch.full(((len(blocks) + 1) * BLOCK, kv_heads, dim), torch.nan, dtype=dtype, device=device) for _ in range(2)]
+    caches = [pack(torch.full(((len(blocks) + 1) * BLOCK, kv_heads, dim), torch.nan, device=device), held) for _ in range(2)]
     expected, begin = [], 0
     for (before, new), row in zip(rows, table):
         slots = torch.from_numpy((row[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)[: before + new]).to(device).long()
-        key, value = (random(before + new, kv_heads, dim) for _ in range(2))
-        for part, new_values in zip(cache, (key, value)):
+        key, value = (pack(random(before + new, kv_heads, dim), held) for _ in range(2))
+        for part, new_values in zip(caches, (key, value)):
             part[slots] = new_values
+        key, value = (unpack(part, torch.float64) for part in (key, value))
         query = q[begin : begin + new].view(new, heads, dim)
-        expected.append(plain(*(t.double() for t in (query, key, value)), spec.layers[0].window, spec.softmax_scale, spec.attn_softcap))
+        expected.append(plain(query.double(), key, value, spec.layers[0].window, spec.softmax_scale, spec.attn_softcap))
         begin += new
-    return Case(spec, rows, table, q, *cache, torch.cat(expected).reshape(tokens, -1))
+    return Case(spec, rows, table, q, *caches, torch.cat(expected).reshape(tokens, -1))
 
 
 def implementation(name: str) -> Callable[..., None]:
@@ -156,10 +169,11 @@ def check(
     dtype: torch.dtype,
     seed: int = 0,
     device: torch.device = CPU,
+    cache: torch.dtype | None = None,
 ) -> AttentionWork:
     """Run the op and its reference, planned by the torch backend; both must agree with plain(). The work it planned."""
-    case = case_of(rows, spec_of(heads, kv_heads, dim, window, softcap), dtype, consecutive, seed, device)
-    work = plan_of(case.spec, rows, case.table, dtype, device)
+    case = case_of(rows, spec_of(heads, kv_heads, dim, window, softcap), dtype, consecutive, seed, device, cache)
+    work = plan_of(case.spec, rows, case.table, dtype, device, cache=cache)
     for run in (attention, attention.reference):
         case.holds(case.run(run, work))
     return work

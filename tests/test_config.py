@@ -191,6 +191,23 @@ def test_what_is_for_cpus_alone():
         Config.make(quantization="awq")
 
 
+def test_keys_and_values_as_int8():
+    """Beside any dtype and any weights on a CPU, by torch where there is no library; refused by name elsewhere."""
+
+    def decided(spec=SPEC, hardware=MACHINE, native=True, **options) -> str:
+        return resolve(Config.make(kv_cache_dtype="int8", **options), spec, hardware, native=native)[0].cache.kv_cache_dtype
+
+    for options in ({}, {"dtype": "float32"}, {"dtype": "bfloat16", "native": False}, {"quantization": "int4"}):
+        assert decided(**options) == "int8"
+    assert decided(hardware=GPU, device="cpu") == "int8"
+    with pytest.raises(ConfigError, match="--kv-cache-dtype: int8 runs on the CPU so far; leave it out, or use --device cpu"):
+        decided(hardware=GPU)
+    with pytest.raises(
+        ConfigError, match="--kv-cache-dtype: int8 keeps heads of a multiple of 4 dims, and this model's have 6; leave it out"
+    ):
+        decided(replace(SPEC, head_dim=6))
+
+
 @pytest.mark.parametrize("method", ["int8", "int4"])
 def test_weights_rounded_while_loading(method):
     """Any model's, on a CPU with the native library, which alone multiplies them."""
@@ -237,7 +254,7 @@ def test_a_files_own_weights_are_kept_where_they_run():
     ):
         with pytest.raises(ConfigError, match=f"--kv-cache-dtype: {asked} is not built here; leave it out"):
             decided(**options)
-    with pytest.raises(ConfigError, match="--kv-cache-dtype: 'fp8' is not one of auto, bfloat16, float16, float32"):
+    with pytest.raises(ConfigError, match="--kv-cache-dtype: 'fp8' is not one of auto, bfloat16, float16, float32, int8"):
         Config.make(kv_cache_dtype="fp8")
 
 

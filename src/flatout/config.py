@@ -61,8 +61,9 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = setting(None, "exact number of KV blocks")
     kv_cache_dtype: str = setting(
         "auto",
-        "type of keys and values; auto: --dtype, or bfloat16 beside packed weights (--quantization)",
-        choices=("auto", "bfloat16", "float16", "float32"),
+        "type of keys and values; auto: --dtype, or bfloat16 beside packed weights (--quantization); int8: codes with a float32 scale for each "
+        "token and head, about half of bfloat16 (CPU)",
+        choices=("auto", "bfloat16", "float16", "float32", "int8"),
     )
     enable_prefix_caching: bool = setting(True, "share KV blocks between prompts with the same beginning")
 
@@ -259,6 +260,8 @@ def resolve(
             decide("kv_cache_dtype", "bfloat16", "half of float32, read as it lies, and its rounding is lost beside that of the rows")
         else:
             options["kv_cache_dtype"] = dtype
+    elif config.cache.kv_cache_dtype == "int8":
+        _check_int8_cache(spec, on_cpu)
     elif config.cache.kv_cache_dtype not in (dtype, *(("float16", "bfloat16") if narrow else ())):
         raise ConfigError(
             f"--kv-cache-dtype: {config.cache.kv_cache_dtype} beside --dtype {dtype} is not built here; leave it out"
@@ -313,6 +316,16 @@ def _check_packed(quantization: str, dtype: str, on_cpu: bool, native: bool) -> 
         )
     if dtype == "float16":
         raise ConfigError(f"--quantization: {quantization} multiplies rows of bfloat16 or float32; use --dtype bfloat16")
+
+
+def _check_int8_cache(spec: ModelSpec, on_cpu: bool) -> None:
+    """Raises ConfigError where keys and values cannot be kept as int8."""
+    if not on_cpu:
+        raise ConfigError("--kv-cache-dtype: int8 runs on the CPU so far; leave it out, or use --device cpu")
+    if spec.head_dim % 4:
+        raise ConfigError(
+            f"--kv-cache-dtype: int8 keeps heads of a multiple of 4 dims, and this model's have {spec.head_dim}; leave it out"
+        )
 
 
 CAPTURED = 1024  # rows: a larger step keeps the device busy for longer than its launches take

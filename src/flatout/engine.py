@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from functools import cached_property
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from flatout.config import Config, resolve

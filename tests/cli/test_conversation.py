@@ -159,7 +159,7 @@ def test_bytes_read_per_token():
         }
     )
     assert weights_read(sparse, 10_000, 2) == 10_000 - 1 * 6 * (3 * 8 * 4) * 2  # six experts of one layer stay unread
-    assert kv_read(SPEC, 30, 2) == (30 + 10) * 2 * 4 * 2  # the window's layer reads ten
+    assert kv_read(SPEC, 30, 8) == (30 + 10) * 2 * 8  # the window's layer reads ten
 
 
 def test_one_token_has_no_rate():

@@ -1,4 +1,4 @@
-// Calls every kernel of the native library on buffers of exactly the right size (attention's of 16 bits: of twice that), from two threads, while the number of workers changes; and
+// Calls every kernel of the native library on buffers of exactly the right size (attention's queries of 16 bits: of twice that), from two threads, while the number of workers changes; and
 // once in a forked child. Built with it under sanitizers by test_native.py; says "done" where they found nothing. Values, which are that
 // file's to check, are any bits at all, but for float32.
 
@@ -46,7 +46,7 @@ int one(int64_t rows, int64_t outputs, int64_t columns, int kind, int gate, bool
   p.gate = gate;
   p.eps = 1e-5f;
   p.scale = 0.5f;
-  if (kind <= 8 && flatout_has_tiles()) {
+  if ((kind <= 8 || (kind == 16 && outputs % 16 == 0 && columns % 32 == 0)) && flatout_has_tiles()) {
     p.many = 1;
     if (flatout_product(&p)) return 1;
     p.many = 0;
@@ -56,13 +56,16 @@ int one(int64_t rows, int64_t outputs, int64_t columns, int kind, int gate, bool
   return flatout_product(&p) | flatout_dequantise(weight.data(), kind, lines, columns, values, columns, half);
 }
 
-int attend(int32_t heads, int32_t kv_heads, int32_t dim, int32_t window, bool half, bool half_cache = false) {
+int attend(int32_t heads, int32_t kv_heads, int32_t dim, int32_t window, bool half, int32_t cache = -1) {
   const int32_t lengths[] = {1, 300, 17}, rows[] = {2, 0, 1}, tokens[] = {0, 1, 2};
   const int32_t block = 16, width = 19;
   std::vector<int32_t> tables(3 * width);
   for (size_t i = 0; i < tables.size(); i++) tables[i] = static_cast<int32_t>(i);
-  const size_t cached = tables.size() * block * kv_heads * dim, asked = 3u * heads * dim;
-  const auto q = exactly<float>(asked, 1), k = exactly<float>(cached, 2), v = exactly<float>(cached, 3);
+  const int32_t cache_type = cache < 0 ? half : cache;
+  const size_t slots = tables.size() * block * kv_heads, asked = 3u * heads * dim;
+  const size_t cached = slots * (cache_type == FLATOUT_INT8 ? dim + 4 : dim * (cache_type == FLATOUT_FLOAT32 ? 4 : 2));  // bytes
+  const auto q = exactly<float>(asked, 1);
+  const auto k = exactly<uint8_t>(cached, 2), v = exactly<uint8_t>(cached, 3);
   std::vector<float> out(asked);
   FlatoutAttention a{};
   a.q = q.data(), a.k = k.data(), a.v = v.data(), a.out = out.data();
@@ -72,13 +75,14 @@ int attend(int32_t heads, int32_t kv_heads, int32_t dim, int32_t window, bool ha
   a.count = 3;
   a.heads = heads, a.kv_heads = kv_heads, a.dim = dim, a.block_size = block, a.window = window;
   a.type = half;  // twice as many values as are read
-  a.cache_type = half_cache ? FLATOUT_FLOAT16 : a.type;
+  a.cache_type = cache_type;
   a.scale = 0.01f;
   a.softcap = window ? 30.0f : 0.0f;
-  std::vector<float> qk(3u * (heads + kv_heads) * dim), value(3u * kv_heads * dim), k_cache(cached), v_cache(cached), turns(3u * 2 * dim), norm(dim);
-  const int64_t slots[] = {5, 0, 40};
+  std::vector<float> qk(3u * (heads + kv_heads) * dim), value(3u * kv_heads * dim), turns(3u * 2 * dim), norm(dim);
+  std::vector<uint8_t> k_cache(cached), v_cache(cached);
+  const int64_t to[] = {5, 0, 40};
   FlatoutRotation r{};
-  r.qk = qk.data(), r.value = value.data(), r.k_cache = k_cache.data(), r.v_cache = v_cache.data(), r.slots = slots;
+  r.qk = qk.data(), r.value = value.data(), r.k_cache = k_cache.data(), r.v_cache = v_cache.data(), r.slots = to;
   r.cos = turns.data(), r.sin = turns.data() + dim / 2, r.q_norm = r.k_norm = norm.data();
   r.tokens = 3;
   r.stride = (heads + kv_heads) * dim, r.value_stride = kv_heads * dim, r.turn_stride = dim;
@@ -115,11 +119,13 @@ int step(int64_t width, bool half) {
 }
 
 // A chunk of 16-bit caches, where the machine has tiles.
-int chunk(int64_t count, int64_t keys, int32_t dim, int32_t window, bool half, bool apart) {
+int chunk(int64_t count, int64_t keys, int32_t dim, int32_t window, bool half, bool apart, bool codes = false) {
   if (!flatout_has_tiles()) return 0;
   const int32_t heads = 6, kv_heads = 2;
   const auto wide = exactly<float>(count * heads * dim, 1);
-  const auto narrow = exactly<uint16_t>(count * heads * dim, 2), k = exactly<uint16_t>(keys * kv_heads * dim, 3), v = exactly<uint16_t>(keys * kv_heads * dim, 4);
+  const auto narrow = exactly<uint16_t>(count * heads * dim, 2);
+  const int64_t cached = keys * kv_heads * (codes ? dim + 4 : 2 * dim);  // bytes
+  const auto k = exactly<uint8_t>(cached, 3), v = exactly<uint8_t>(cached, 4);
   std::vector<float> out(count * heads * dim);
   std::vector<uint16_t> half_out(count * heads * dim);
   std::vector<int64_t> slots(keys);
@@ -129,7 +135,7 @@ int chunk(int64_t count, int64_t keys, int32_t dim, int32_t window, bool half, b
   c.k = k.data(), c.v = v.data(), c.slots = apart ? slots.data() : nullptr;
   c.q_stride = c.out_stride = heads * dim;
   c.count = count, c.keys = keys, c.heads = heads, c.kv_heads = kv_heads, c.dim = dim, c.window = window;
-  c.type = half, c.cache_type = half ? FLATOUT_BFLOAT16 : FLATOUT_FLOAT16;
+  c.type = half, c.cache_type = codes ? FLATOUT_INT8 : half ? FLATOUT_BFLOAT16 : FLATOUT_FLOAT16;
   c.scale = 0.01f;
   return flatout_chunk(&c);
 }
@@ -206,16 +212,18 @@ int blocks(int64_t lines, int64_t columns) {
 
 int all() {
   int failed = chunk(1, 1, 32, 0, false, false) | chunk(33, 70, 64, 0, true, true) | chunk(65, 65, 96, 20, false, true) | chunk(40, 200, 256, 0, false, false);
+  failed |= chunk(33, 70, 64, 0, true, true, true) | chunk(65, 100, 96, 20, false, true, true) | chunk(40, 200, 256, 0, false, false, true);
   failed |= mixture(1, 5, 2, 96, 64, 16, 32, false) | mixture(9, 3, 3, 64, 32, 4, 8, true) | mixture(40, 33, 4, 112, 48, 32, 16, true);
   failed |= mixture(3, 1, 1, 32, 96, 8, 4, false) | mixture(70, 2, 1, 16, 16, 16, 16, false);
   failed |= blocks(48, 512);
   failed |= step(1, false) | step(33, true) | step(2051, false);
-  failed |= attend(8, 1, 16, 0, false) | attend(3, 3, 80, 7, false) | attend(4, 2, 64, 0, true) | attend(7, 1, 256, 0, true) | attend(3, 3, 80, 7, false, true);
+  failed |= attend(8, 1, 16, 0, false) | attend(3, 3, 80, 7, false) | attend(4, 2, 64, 0, true) | attend(7, 1, 256, 0, true) | attend(3, 3, 80, 7, false, FLATOUT_FLOAT16);
+  failed |= attend(6, 2, 64, 0, false, FLATOUT_INT8) | attend(8, 1, 48, 7, true, FLATOUT_INT8) | attend(3, 3, 256, 0, false, FLATOUT_INT8);
   for (int64_t rows : {1, 3, 17}) {
     for (int64_t outputs : {16, 208}) {
       for (int64_t columns : {32, 544}) {
         for (int gate = 0; gate < 4; gate++) {
-          for (int kind : {4, 8}) failed |= one(rows, outputs, columns, kind, gate, rows == 3, gate % 2);
+          for (int kind : {4, 8, 16}) failed |= one(rows, outputs, columns, kind, gate, rows == 3, gate % 2);
           for (int kind : {16, 32}) failed |= one(rows, outputs - 3, columns + 16, kind, gate, rows == 3, gate % 2);  // no whole tiles
         }
       }

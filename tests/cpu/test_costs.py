@@ -222,12 +222,12 @@ def test_llama_1b_in_4_bits_by_hand():
     assert {op.dtype for op in table.ops if op.name.startswith("packed")} == {"int8"}
 
 
-@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
-def test_a_cache_of_8_bits_is_half_of_one_of_16(kind):
+@pytest.mark.parametrize(("kind", "head"), [("float8_e4m3fn", 128), ("int8", 132)])  # int8 with a scale of 4 bytes for each token and head
+def test_a_cache_of_8_bits_is_half_of_one_of_16(kind, head):
     spec, shape = spec_of(**QWEN2_7B), decode([1000, 2000])
     wide, narrow = table_of(spec), table_of(spec, kv_dtype=kind)
-    assert narrow.cost(shape) == replace(wide.cost(shape), kv=wide.cost(shape).kv // 2)
-    assert narrow.kv_bytes_token == 28 * 2 * 512
+    assert narrow.cost(shape) == replace(wide.cost(shape), kv=wide.cost(shape).kv * head // 256)
+    assert narrow.kv_bytes_token == 28 * 2 * 4 * head
 
 
 def test_gguf_projections_cost_what_the_file_holds(default_model):

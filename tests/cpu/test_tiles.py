@@ -8,9 +8,12 @@ import native_reference as reference
 import numpy as np
 import pytest
 import torch
+from native_cases import TYPES, check, rows_of
 from native_reference import make_weight
 
+from flatout.kernels import linear as ops
 from flatout.kernels import native
+from flatout.kernels.op import shape_class
 
 pytestmark = pytest.mark.skipif(not native.has_tiles(), reason="needs AMX and the native library")
 GATES = (None, "silu", "gelu_tanh", "gelu")
@@ -68,19 +71,84 @@ def test_products_are_the_references(seed):
     assert (np.abs(out.double().numpy() - y) <= slack + rounding * (np.abs(y) + 1)).all()
 
 
-def test_a_rows_bits_depend_on_nothing_else():
+@pytest.mark.parametrize("seed", range(40))
+def test_products_of_plain_weights(seed):
+    """Of bfloat16, as they lie."""
+    rng = np.random.default_rng(seed)
+    gate, rows = GATES[seed % 4], int(rng.choice([1, 5, 15, 16, 17, 32, 33, 64, 70]))
+    columns, outputs = 32 * int(rng.choice([1, 2, 15, 16, 17, 33])), 16 * int(rng.choice([1, 2, 3, 8]))
+    lines = outputs * (2 if gate else 1)
+    weight = torch.from_numpy(rng.normal(size=(lines, columns)).astype(np.float32) * 0.05).bfloat16()
+    x_type, out_type = (("float32", "bfloat16")[seed % n == 0] for n in (3, 5))
+    x, out = rows_of(rng, rows, columns, x_type, seed % 3), torch.from_numpy(rng.normal(size=(rows, outputs))).to(TYPES[out_type])
+    bias = rng.normal(size=lines).astype(np.float32) if seed % 2 else None
+    norm = (rng.normal(size=columns).astype(np.float32), 1e-5, 0.25) if seed % 3 else None
+    add, scale = seed % 4 > 1, 0.5 if seed % 4 == 3 else 1.0
+    truth = reference.plain_product(
+        x.float().numpy(), weight.float().numpy(), 16, bias, norm, gate, out.double().numpy() if add else None, scale
+    )
+    given = None if norm is None else (torch.from_numpy(norm[0]), *norm[1:])
+    native.set_threads(1 + seed % 3)
+    native.product(out, x, weight, 16, None if bias is None else torch.from_numpy(bias), given, gate, add, scale, True)
+    check(out, truth)
+
+
+def test_every_element_of_a_plain_weight_is_met():
+    """Integers are exact."""
+    rng = np.random.default_rng(7)
+    for lines, columns in ((16, 32), (48, 96), (80, 544)):
+        x, weight = (torch.from_numpy(rng.integers(-9, 10, (n, columns)).astype(np.float32)) for n in (21, lines))
+        out = torch.empty(21, lines)
+        native.product(out, x, weight.bfloat16(), 16, many=True)
+        assert torch.equal(out, x @ weight.t())
+
+
+def test_plain_weights_that_are_no_whole_blocks_are_declined():
+    for lines, columns, kind in ((17, 64, torch.bfloat16), (32, 48, torch.bfloat16), (32, 64, torch.float32)):
+        weight, x, out = torch.zeros(lines, columns, dtype=kind), torch.zeros(9, columns), torch.full((9, lines), 7.0)
+        with pytest.raises(ValueError, match="product: the native library declines"):
+            native.product(out, x, weight, 8 * weight.element_size(), many=True)
+        assert (out == 7).all()
+
+
+def test_the_ops_offer_tiles_for_several_rows_of_bfloat16():
+    """From 5 rows on, in whole classes of rows, as the choice is one for a class."""
+
+    def offered(rows: int, columns: int = 64, outputs: int = 32, dtype: torch.dtype = torch.bfloat16, invariant: bool = False) -> bool:
+        x, out, weight = (torch.zeros(*shape, dtype=dtype) for shape in ((rows, columns), (rows, outputs), (outputs, columns)))
+        norm = (torch.ones(columns, dtype=dtype), 1e-5, 0.0)
+        forms = {
+            ops.linear: (out, x, weight, None, invariant),
+            ops.linear_add: (out, out, x, weight, None, 1.0, invariant),
+            ops.norm_linear: (out, x, x, *norm, weight, None, invariant),
+            ops.norm_gated: (out, x, out, x, *norm, torch.zeros(2 * outputs, columns, dtype=dtype), None, "silu", invariant),
+        }
+        found = {next(i for i in op.implementations if i.name == "tiles").accepts(*operands) for op, operands in forms.items()}
+        assert len(found) == 1
+        return found.pop()
+
+    assert [rows for rows in (1, 4, 5, 8, 64, 65, 256, 257) if offered(rows)] == [5, 8, 64, 65, 256]
+    assert shape_class(ops.FEWEST_TILED) > shape_class(ops.FEWEST_TILED - 1) and shape_class(ops.MOST_TILED) == ops.MOST_TILED
+    assert (
+        not offered(8, columns=48) and not offered(8, outputs=24) and not offered(8, dtype=torch.float32) and not offered(8, invariant=True)
+    )
+
+
+@pytest.mark.parametrize("kind", [4, 16])
+def test_a_rows_bits_depend_on_nothing_else(kind):
     """Not on how many rows are beside it, nor on the threads."""
     rng = np.random.default_rng(1)
-    weight = torch.from_numpy(make_weight(rng, 4, 80, 1056).packed)
+    packed = torch.from_numpy(make_weight(rng, 4, 80, 1056).packed)
+    weight = packed if kind == 4 else torch.from_numpy(rng.normal(size=(80, 1056)).astype(np.float32)).bfloat16()
     x = torch.from_numpy(rng.normal(size=(97, 1056)).astype(np.float32))
     norm = torch.rand(1056), 1e-5, 0.0
     whole = torch.empty(97, 80)
-    native.product(whole, x, weight, 4, norm=norm, many=True)
+    native.product(whole, x, weight, kind, norm=norm, many=True)
     for threads in (1, 2, 4):
         native.set_threads(threads)
         for first, end in ((0, 1), (5, 38), (64, 97), (0, 97)):
             part = torch.empty(end - first, 80)
-            native.product(part, x[first:end], weight, 4, norm=norm, many=True)
+            native.product(part, x[first:end], weight, kind, norm=norm, many=True)
             assert torch.equal(part, whole[first:end])
 
 

@@ -34,7 +34,7 @@ class AttentionBackend(Protocol):
     def allocate_kv(
         self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> list[tuple[Tensor, Tensor]]:
-        """(k, v) of each layer, [num_blocks, block_size, kv_heads, head_dim]."""
+        """(k, v) of each layer, [num_blocks, block_size, kv_heads, stored(head_dim)] (kernels/kv.py)."""
         ...
 
     def plan(self, batch: ForwardBatch, host: HostBatch) -> None:

@@ -19,6 +19,7 @@ from flatout.attention.backend import pairs
 from flatout.batch import ForwardBatch, HostBatch
 from flatout.kernels import native
 from flatout.kernels.attention import AttentionWork, Chunk, InPlace, Pieces, Singles, Varlen, Where, in_place_runs, varlen_runs, window_mask
+from flatout.kernels.kv import stored
 
 if TYPE_CHECKING:
     from flatout.modelfile.spec import ModelSpec
@@ -50,7 +51,7 @@ class TorchBackend:
         return self.in_place
 
     def kv_bytes_per_block(self, spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-        return 2 * spec.num_layers * spec.kv_size * block_size * dtype.itemsize
+        return 2 * spec.num_layers * spec.num_kv_heads * stored(spec.head_dim, dtype) * block_size * dtype.itemsize
 
     def allocate_kv(
         self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -63,7 +64,7 @@ class TorchBackend:
         def cache() -> Tensor:
             # zeros, so that no NaN lies in a slot not written yet. On the CPU numpy's, whose pages cost nothing until touched:
             # torch writes them all, 6.6 s for 3.3 GiB
-            shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+            shape = (num_blocks, block_size, spec.num_kv_heads, stored(spec.head_dim, dtype))
             if device.type == "cpu":
                 return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
             return torch.zeros(shape, dtype=dtype, device=device)

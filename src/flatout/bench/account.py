@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from flatout.cli.figures import ELEMENT_BYTES, kv_element, kv_read, weights_read
+from flatout.cli.figures import ELEMENT_BYTES, kv_head_bytes, kv_read, weights_read
 from flatout.hardware import Ceilings
 from flatout.modelfile.spec import ModelSpec
 
@@ -61,7 +61,7 @@ def account(llm: LLM, records: Sequence[StepRecord], wall: float, ceilings: Ceil
     weights = weights_read(llm.spec, llm.engine.weight_bytes, element)
     bandwidth = compute = 0.0
     for record in records:
-        read = weights + record.rows * kv_read(llm.spec, record.kv_tokens // record.rows, kv_element(llm))
+        read = weights + record.rows * kv_read(llm.spec, record.kv_tokens // record.rows, kv_head_bytes(llm))
         by_bytes = read / ceilings.reading(read).median
         by_operations = step_flops(llm.spec, weights // element, record) / ceilings.matrix if ceilings.matrix else 0.0
         if by_bytes >= by_operations:

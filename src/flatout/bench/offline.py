@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.bench.account import Account, account
 from flatout.bench.kernels import KernelTime, kernel_lines, kernel_times
 from flatout.bench.workloads import NAMES, Work, fold, workload
-from flatout.cli.figures import ELEMENT_BYTES, kv_element, kv_read, weights_read
+from flatout.cli.figures import ELEMENT_BYTES, kv_head_bytes, kv_read, weights_read
 from flatout.cli.flags import Parser, UsageError, add_config_flags, chosen, config_options
 from flatout.cli.terminal import open_llm, table
 from flatout.config import DEFAULT_MODEL
@@ -194,7 +194,7 @@ def _step_floor(llm: LLM, work: Work) -> float:
     """Least seconds of a step in which every request decodes: weights once, and each context's KV, at half of the output."""
     element = ELEMENT_BYTES[llm.config.model.dtype]
     needed = weights_read(llm.spec, llm.engine.weight_bytes, element)
-    needed += sum(kv_read(llm.spec, len(prompt) + n // 2, kv_element(llm)) for prompt, n in work)
+    needed += sum(kv_read(llm.spec, len(prompt) + n // 2, kv_head_bytes(llm)) for prompt, n in work)
     return needed / ceilings(detect(llm.config.device.device)).reading(needed).median
 
 

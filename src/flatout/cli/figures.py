@@ -16,7 +16,7 @@ from flatout.request import Timing
 if TYPE_CHECKING:
     from flatout.llm import LLM
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Figures:
         hardware = detect(llm.config.device.device)
         element = ELEMENT_BYTES[llm.config.model.dtype]
         context = self.prompt_tokens + self.tokens // 2
-        needed = weights_read(llm.spec, llm.engine.weight_bytes, element) + kv_read(llm.spec, context, kv_element(llm))
+        needed = weights_read(llm.spec, llm.engine.weight_bytes, element) + kv_read(llm.spec, context, kv_head_bytes(llm))
         roof = ceilings(hardware).reading(needed)
         if self.rate * needed > roof.median:  # nothing beats the roof: it was measured in a busy moment
             roof = ceilings(hardware, refresh=True).reading(needed)
@@ -78,12 +78,13 @@ def weights_read(spec: ModelSpec, weight_bytes: int, element: int) -> int:
     return weight_bytes - unread * element
 
 
-def kv_element(llm: LLM) -> int:
-    """Bytes of one number in the KV cache."""
-    return ELEMENT_BYTES[llm.config.cache.kv_cache_dtype]
+def kv_head_bytes(llm: LLM) -> int:
+    """Bytes of a token's key, or value, of one head in the KV cache."""
+    held = llm.config.cache.kv_cache_dtype
+    return llm.spec.head_dim * ELEMENT_BYTES[held] + (4 if held == "int8" else 0)  # its scale
 
 
-def kv_read(spec: ModelSpec, context: int, element: int) -> int:
-    """Bytes of KV cache that one token with this context must read."""
-    per_layer = 2 * spec.kv_size * element
+def kv_read(spec: ModelSpec, context: int, head_bytes: int) -> int:
+    """Bytes of KV cache that one token with this context must read; head_bytes: of a token's key, or value, of one head."""
+    per_layer = 2 * spec.num_kv_heads * head_bytes
     return sum(per_layer * min(context, layer.window or context) for layer in spec.layers)

@@ -117,6 +117,8 @@ def imagined(options: Mapping[str, Any], source: ModelSource, hardware: Hardware
     return OnPaper(config, source, spec, hardware, table, decoder.buffer_bytes() + ropes + tables, tuple(notes))
 
 
-def _real(options: Mapping[str, Any]) -> dict[str, Any]:
+def _real(options: Mapping[str, Any], cuda: bool = True) -> dict[str, Any]:
     """Without what exists on paper alone."""
-    return {name: value for name, value in options.items() if name != "kv_cache_dtype" or value not in PAPER_KV}
+    kv = options.get("kv_cache_dtype")
+    paper = kv in PAPER_KV and (cuda or kv != "int8")
+    return {name: value for name, value in options.items() if name != "kv_cache_dtype" or not paper}

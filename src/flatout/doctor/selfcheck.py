@@ -194,7 +194,7 @@ def selfcheck(options: dict[str, Any], *, max_error: float | None = None, most: 
             for position in positions(kind, *((prompt.checked, chunk) if kind == PROMPT else (prompt.decoded, decoded)), fast)
         ]
     served.logits = []
-    limits = EXACT if config.model.dtype == "float32" and config.model.quantization == "none" else ROUNDED
+    limits = EXACT if exact_in_float32(config) else ROUNDED
     if max_error is not None:
         limits = Limits(max_error, limits.margin)
     return Selfcheck(served, limits, found, str(twin.device), time.perf_counter() - begin)
@@ -214,11 +214,14 @@ def arithmetic(config: Config) -> dict[str, str]:
     }
 
 
+def exact_in_float32(config: Config) -> bool:
+    """Nothing is rounded to anything shorter: no row, no weight, no key or value."""
+    return config.model.dtype == config.cache.kv_cache_dtype == "float32" and config.model.quantization == "none"
+
+
 def same_tokens_promised(config: Config) -> bool:
     """Whether a request's greedy tokens may depend on nothing but itself: README, "The same answer twice"."""
-    model = config.model
-    exact = model.dtype == config.cache.kv_cache_dtype == "float32" and model.quantization == "none"
-    return exact if config.device.device == "cpu" else config.device.deterministic
+    return exact_in_float32(config) if config.device.device == "cpu" else config.device.deterministic
 
 
 def _json(figures: Figures | None) -> dict[str, Any] | None:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.kernels import native
-from flatout.kernels.op import Cost, op, shape_class
+from flatout.kernels import kv, native
+from flatout.kernels.op import Cost, nbytes, op, shape_class
 from flatout.kernels.prefixes import Shared
 
 SCORES_AT_ONCE = 1 << 25  # elements: the explicit path works through a chunk's queries in steps that keep its scores under 128 MB
@@ -130,9 +130,8 @@ class AttentionWork:
 
 
 def _cost(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: AttentionWork, scale: float, softcap: float) -> Cost:
-    kv_width = k_cache.shape[1] * k_cache.shape[2]
     return Cost(
-        kv=2 * work.kv_tokens * kv_width * k_cache.element_size(),
+        kv=2 * work.kv_tokens * nbytes(k_cache) // k_cache.shape[0],
         activations=2 * q.numel() * q.element_size(),
         flops=4 * work.pairs * q.shape[1],
     )
@@ -151,12 +150,12 @@ def _key(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Attenti
 def attention(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: AttentionWork, scale: float, softcap: float) -> None:
     """Causal softmax attention of T queries over their rows' cached keys.
 
-    out, q [T, heads * D]; k_cache, v_cache [slots, kv_heads, D], heads a multiple of kv_heads. scale multiplies q.k; softcap c turns
+    out, q [T, heads * D]; k_cache, v_cache [slots, kv_heads, stored(D)], heads a multiple of kv_heads. scale multiplies q.k; softcap c turns
     scores s into c * tanh(s / c), 0: off.
     """
     if q.shape[0] and not len(work.q_lens):
         raise ValueError("the reference needs a step's lengths on the host")
-    kv_heads, dim = k_cache.shape[1:]
+    kv_heads, dim = k_cache.shape[1], kv.head_dim(k_cache)
     wide = torch.promote_types(q.dtype, torch.float32)
     begin = 0
     for q_len, kv_len, table in zip(work.q_lens.tolist(), work.kv_lens.tolist(), work.table):
@@ -165,7 +164,7 @@ def attention(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: At
             q.device
         )
         query = q[begin : begin + q_len].view(q_len, kv_heads, -1, dim).to(wide)
-        key, value = k_cache[slots].to(wide), v_cache[slots].to(wide)
+        key, value = kv.unpack(k_cache[slots], wide), kv.unpack(v_cache[slots], wide)
         scores = torch.einsum("qhgd,khd->hgqk", query, key) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
@@ -216,9 +215,9 @@ def _in_place(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: At
 
 
 def _chunks(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, chunks: list[Chunk], scale: float, softcap: float) -> None:
-    """The processor's matrix tiles do 16-bit caches: 1,024 queries 4.5 ms where torch's flash kernel takes 6.6 in bfloat16 and 10.4 in float32,
+    """The processor's matrix tiles do caches of 16 and 8 bits: 1,024 queries 4.5 ms where torch's flash kernel takes 6.6 in bfloat16 and 10.4 in float32,
     128 queries 0.17 for 0.39 and 0.44 (9 heads on 3 of 64, 2 threads)."""
-    tiled = not q.is_cuda and not softcap and k_cache.element_size() == 2 and k_cache.shape[2] % 32 == 0 and native.has_tiles()
+    tiled = not q.is_cuda and not softcap and k_cache.element_size() <= 2 and kv.head_dim(k_cache) % 32 == 0 and native.has_tiles()
     tiled = tiled and native.keeps(k_cache.dtype, q.dtype)
     run = _chunk_tiled if tiled else _chunk_explicit if softcap or q.is_cuda else _chunk_flash
     for chunk in chunks:
@@ -230,8 +229,8 @@ def _chunk_tiled(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work:
     native.chunk(out[tokens], q[tokens], k_cache, v_cache, work.where, work.window, scale)
 
 
-def _take(cache: Tensor, where: Where) -> Tensor:
-    return cache.index_select(0, where) if isinstance(where, Tensor) else cache[where[0] : where[1]]
+def _take(cache: Tensor, where: Where, dtype: torch.dtype) -> Tensor:
+    return kv.unpack(cache.index_select(0, where) if isinstance(where, Tensor) else cache[where[0] : where[1]], dtype)
 
 
 def _put(out: Tensor, tokens: slice | Tensor, value: Tensor) -> None:
@@ -248,18 +247,18 @@ _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 def _singles_flash(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Singles, scale: float, softcap: float) -> None:
     """The query heads of one KV head become queries of that head, so that its keys are read once: 36 us where grouped heads take 60
     (9 heads on 3, 128 keys)."""
-    kv_heads, dim = k_cache.shape[1:]
+    kv_heads, dim = k_cache.shape[1], kv.head_dim(k_cache)
     query = q[work.tokens].view(work.rows, kv_heads, -1, dim)
-    key = _take(k_cache, work.where).view(work.rows, work.length, kv_heads, dim).transpose(1, 2)
-    value = _take(v_cache, work.where).view(work.rows, work.length, kv_heads, dim).transpose(1, 2)
+    key = _take(k_cache, work.where, q.dtype).view(work.rows, work.length, kv_heads, dim).transpose(1, 2)
+    value = _take(v_cache, work.where, q.dtype).view(work.rows, work.length, kv_heads, dim).transpose(1, 2)
     _put(out, work.tokens, _flash_cpu(query, key, value, 0.0, False, attn_mask=work.mask, scale=scale)[0])
 
 
 def _singles_explicit(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Singles, scale: float, softcap: float) -> None:
-    kv_heads, dim = k_cache.shape[1:]
+    kv_heads, dim = k_cache.shape[1], kv.head_dim(k_cache)
     query = q[work.tokens].view(work.rows, kv_heads, -1, dim)
-    key = _take(k_cache, work.where).view(work.rows, work.length, kv_heads, dim).permute(0, 2, 3, 1)
-    value = _take(v_cache, work.where).view(work.rows, work.length, kv_heads, dim).transpose(1, 2)
+    key = _take(k_cache, work.where, q.dtype).view(work.rows, work.length, kv_heads, dim).permute(0, 2, 3, 1)
+    value = _take(v_cache, work.where, q.dtype).view(work.rows, work.length, kv_heads, dim).transpose(1, 2)
     scores = _capped(torch.matmul(query, key), scale, softcap)
     if work.mask is not None:
         scores.add_(work.mask)
@@ -269,14 +268,14 @@ def _singles_explicit(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, 
 def _chunk_flash(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Chunk, scale: float, softcap: float) -> None:
     """KV heads as batch, their query heads as heads of stride 0: no key is copied. Where a context lies before the chunk's own keys, the two
     parts are attended apart and weighed by their log-sum-exps: no mask of count x length exists."""
-    kv_heads, dim = k_cache.shape[1:]
+    kv_heads, dim = k_cache.shape[1], kv.head_dim(k_cache)
     shape = (work.count, kv_heads, -1, dim)
-    # a cache that is narrower than the rows says that they may be, too
-    kind = q.dtype if q.dtype == k_cache.dtype else torch.bfloat16
+    # a cache of 16 bits says that wider rows may be, too; codes are exact numbers of the rows' type but for their scale
+    kind = q.dtype if k_cache.dtype in (q.dtype, torch.int8) else torch.bfloat16
     query = q[work.first : work.first + work.count].to(kind).view(shape).permute(1, 2, 0, 3)
     groups = query.shape[1]
-    key = _take(k_cache, work.where).to(kind).transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1)
-    value = _take(v_cache, work.where).to(kind).transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1)
+    key = _take(k_cache, work.where, kind).transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1)
+    value = _take(v_cache, work.where, kind).transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1)
     before = work.length - work.count
     if work.mask is not None:
         mixed = _flash_cpu(query, key, value, 0.0, False, attn_mask=work.mask, scale=scale)[0]
@@ -290,10 +289,10 @@ def _chunk_flash(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work:
 
 
 def _chunk_explicit(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, work: Chunk, scale: float, softcap: float) -> None:
-    kv_heads, dim = k_cache.shape[1:]
+    kv_heads, dim = k_cache.shape[1], kv.head_dim(k_cache)
     heads = q.shape[1] // dim
-    key = _take(k_cache, work.where).to(q.dtype).permute(1, 2, 0)  # [kv_heads, D, length]
-    value = _take(v_cache, work.where).to(q.dtype).transpose(0, 1)  # [kv_heads, length, D]
+    key = _take(k_cache, work.where, q.dtype).permute(1, 2, 0)  # [kv_heads, D, length]
+    value = _take(v_cache, work.where, q.dtype).transpose(0, 1)  # [kv_heads, length, D]
     before = work.length - work.count
     step = max(1, SCORES_AT_ONCE // (heads * work.length))
     for low in range(0, work.count, step):

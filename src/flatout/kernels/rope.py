@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flatout.kernels import native
+from flatout.kernels.kv import pack
 from flatout.kernels.norm import normalise
 from flatout.kernels.op import Cost, nbytes, op, shape_class
 
@@ -32,7 +33,7 @@ def _cost(
     q_written = (qk.numel() - value.numel()) * qk.element_size() if flops else 0
     return Cost(
         weights=nbytes(q_norm, k_norm),
-        kv=2 * value.numel() * k_cache.element_size(),
+        kv=2 * value.shape[0] * nbytes(k_cache) // k_cache.shape[0],
         activations=nbytes(qk, value, slots, cos, sin) + q_written,
         flops=flops,
     )
@@ -74,7 +75,7 @@ def rope_kv_write(
 ) -> None:
     """Normalise and rotate queries and keys where they lie; then copy keys and values to their slots of the cache.
 
-    qk [T, heads + kv_heads, D], keys last, and value [T, kv_heads, D]: views of the fused projection. k_cache, v_cache [slots, kv_heads, D].
+    qk [T, heads + kv_heads, D], keys last, and value [T, kv_heads, D]: views of the fused projection. k_cache, v_cache [slots, kv_heads, stored(D)].
     slots int64 [T]. cos, sin [T, 1, R] rotate the first R dims of each head in halves, sin negated in its first half; None: no rotation.
     q_norm, k_norm: weights of an rms norm over D (each head by itself) or over all heads; None: none. eps, offset: its own.
     """
@@ -89,8 +90,8 @@ def rope_kv_write(
         rotating = qk if rotary == dim else qk[:, :, :rotary]
         halves_swapped = torch.roll(rotating, rotary // 2, 2)
         rotating.mul_(cos).addcmul_(halves_swapped, sin)
-    k_cache.index_copy_(0, slots, key.to(k_cache.dtype))
-    v_cache.index_copy_(0, slots, value.to(v_cache.dtype))
+    k_cache.index_copy_(0, slots, pack(key, k_cache.dtype))
+    v_cache.index_copy_(0, slots, pack(value, v_cache.dtype))
 
 
 def _native_accepts(

@@ -46,7 +46,6 @@ class Attention:
         self.softcap = spec.attn_softcap
         self.eps = spec.norm_eps
         self.norm_offset = spec.norm_offset
-        self.heads_shape = (spec.num_kv_heads, spec.head_dim)
         segments = {"q": q, "k": kv, "v": kv}
         self.qkv = Linear(schemes("qkv"), q + 2 * kv, hidden, bias=spec.qkv_bias, segments=segments, dtype=dtype, device=device)
         self.o = Linear(schemes("o"), hidden, q, bias=spec.o_bias, dtype=dtype, device=device)
@@ -65,8 +64,8 @@ class Attention:
         self._scratch = workspace.rows("delta", hidden)
 
     def bind(self, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Use this cache: [num_blocks, block_size, kv_heads, head_dim] each. Ops address it by slot."""
-        self.k_cache, self.v_cache = k_cache.view(-1, *self.heads_shape), v_cache.view(-1, *self.heads_shape)
+        """Use this cache: [num_blocks, block_size, kv_heads, stored(head_dim)] each. Ops address it by slot."""
+        self.k_cache, self.v_cache = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
 
     def __call__(self, stream: Tensor, batch: ForwardBatch) -> None:
         """Adds its output to the residual stream [T, hidden]; keys and values of the step's tokens are in the cache."""

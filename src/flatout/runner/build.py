@@ -9,8 +9,8 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 
 import numpy as np
@@ -28,7 +28,7 @@ from flatout.ledger.table import CostTable
 from flatout.modelfile.sources import ModelSource
 from flatout.modelfile.spec import ModelSpec
 from flatout.models.decoder import Decoder
-from flatout.models.load import load_weights
+from flatout.models.load import kept_packed, load_weights
 from flatout.request import MAX_LOGPROBS, Request, SamplingParams
 from flatout.runner.costs import cost_table
 from flatout.runner.graphs import DecodeGraphs, ladder

@@ -19,6 +19,7 @@ from torch import Tensor
 from flatout.batch import ForwardBatch
 from flatout.kernels.attention import AttentionWork, Pieces
 from flatout.kernels.inputs import remember
+from flatout.kernels.kv import stored
 from flatout.kernels.op import Cost, Op, recording_by
 from flatout.kernels.sampling import greedy
 from flatout.ledger.table import KINDS, CostTable, OpCost, Roof, StepShape, Terms
@@ -49,7 +50,8 @@ def cost_table(
         runs_on=runs_on,
     )
     kv_type = getattr(torch, kv_dtype)
-    cache = torch.empty(1, 1, spec.num_kv_heads, spec.head_dim, dtype=kv_type, device=META)
+    width = stored(spec.head_dim, kv_type)
+    cache = torch.empty(1, 1, spec.num_kv_heads, width, dtype=kv_type, device=META)
     decoder.bind([(cache, cache)] * spec.num_layers)
     calls = _fitted(decoder, spec)
     counts = Counter(calls)
@@ -62,7 +64,7 @@ def cost_table(
         windows=tuple(group.window for group in spec.cache_groups()),
         roof=roof,
         weight_bytes=sum(d.tensor.nbytes for d in decoder.destinations().values()),
-        kv_bytes_token=2 * spec.num_layers * spec.kv_size * kv_type.itemsize,
+        kv_bytes_token=2 * spec.num_layers * spec.num_kv_heads * width * kv_type.itemsize,
     )
 
 

@@ -122,5 +122,6 @@ def size_pool(config: Config, spec: ModelSpec, hardware: Hardware, block_bytes: 
     tokens = blocks * cache.block_size
     size = blocks * block_bytes / GIB
     full = tokens / config.model.max_model_len
-    line = f"KV pool: {blocks} blocks of {cache.block_size} = {tokens} tokens, {size:.2f} GiB ({why}); {full:.1f} sequences of {config.model.max_model_len} tokens"
+    kind = cache.kv_cache_dtype + (" with a scale for each token and head" if cache.kv_cache_dtype == "int8" else "")
+    line = f"KV pool: {blocks} blocks of {cache.block_size} = {tokens} tokens, {size:.2f} GiB of {kind} ({why}); {full:.1f} sequences of {config.model.max_model_len} tokens"
     return Pool(blocks, line)

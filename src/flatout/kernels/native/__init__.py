@@ -19,12 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.kernels.kv import head_dim
+
 LINES = 16  # of a weight are packed together, one for each lane of 32 bits
 GROUP = 32  # elements share a scale
 FROM_DEVICE = -1  # a staged id that means the slot's last one: step.FROM_DEVICE, which kernels may not import
 # by kind, of a block of lines' group: values, then float16 scales, of 4 bits float16 minima too
 BYTES = {4: LINES * (GROUP // 2 + 4), 8: LINES * (GROUP + 2)}
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _PLAIN = {torch.bfloat16: 16, torch.float32: 32}  # kinds by type
 _GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 
@@ -87,7 +89,7 @@ def lacking() -> list[str]:
 def keeps(cache: torch.dtype, rows: torch.dtype) -> bool:
     """Whether keys and values of rows of this type can be kept in a cache of that one, which attention of single queries then reads."""
     return rows in (torch.float32, torch.bfloat16) and (
-        cache == rows or (rows == torch.float32 and cache in (torch.float16, torch.bfloat16))
+        cache in (rows, torch.int8) or (rows == torch.float32 and cache in (torch.float16, torch.bfloat16))
     )
 
 
@@ -183,7 +185,7 @@ def product(
     multiple of 16, and x is rounded to its type. kind: the weight's bits, 4 or 8 of packed ones, 16 of bfloat16, 32 of float32. x and out:
     float32 or bfloat16, rows any way apart. norm: (weight [K], eps, offset) of the RMS norm that x passes first. gate: the weight's lines are
     gates, then ups, and act(gate) * up is the result. bias and the norm's weight are of either type. many: x and packed weights are
-    rounded to bfloat16 instead, where has_tiles(). Takes 2 us on top of the work.
+    rounded to bfloat16 instead, or plain ones are of bfloat16, whole blocks of 16 lines and 32 columns; where has_tiles(). Takes 2 us on top of the work.
     """
     rows, columns = x.shape
     out_rows, outputs = out.shape
@@ -264,9 +266,9 @@ class Rows:
 
     def attend(self, out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, softcap: float) -> None:
         """out [T, heads * D] of these rows' tokens = softmax(scale * q k^T) v; scores s are capped to softcap * tanh(s / softcap), 0: not.
-        q [T, heads * D], its rows apart as they like; k_cache, v_cache [slots, kv_heads, D], contiguous; one type, float32 or bfloat16, or a cache
-        of 16 bits beside float32."""
-        _, kv_heads, dim = k_cache.shape
+        q [T, heads * D], its rows apart as they like; k_cache, v_cache [slots, kv_heads, stored(D)], contiguous; one type, float32 or bfloat16, or a
+        cache of 16 bits beside float32, or of int8 beside either."""
+        kv_heads, dim = k_cache.shape[1], head_dim(k_cache)
         asked = _ATTENTION.pack(
             *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr()),
             *self._addresses,
@@ -297,7 +299,7 @@ def rotate(
     offset: float,
 ) -> None:
     """kernels/rope.py:rope_kv_write, whose operands these are; norms are of single heads, all types alike but for a cache of
-    16 bits beside float32."""
+    16 bits beside float32, or of int8."""
     tokens, heads, dim = qk.shape
     kv_heads = value.shape[1]
     asked = _ROTATION.pack(
@@ -324,9 +326,9 @@ def chunk(
     scale: float,
 ) -> None:
     """out [T, heads * D] = attention of q [T, heads * D], neighbouring queries of one row, to its keys: where in the cache (first slot, end), or
-    int64 slots, contiguous; the last query sees the last key. q and out float32 or bfloat16, k_cache and v_cache [slots, kv_heads, D], contiguous,
-    float16 or bfloat16, D a multiple of 32. Multiplies in bfloat16; where has_tiles()."""
-    _, kv_heads, dim = k_cache.shape
+    int64 slots, contiguous; the last query sees the last key. q and out float32 or bfloat16, k_cache and v_cache [slots, kv_heads, stored(D)],
+    contiguous, float16, bfloat16 or int8, D a multiple of 32. Multiplies in bfloat16, float32 rows on int8 exactly; where has_tiles()."""
+    kv_heads, dim = k_cache.shape[1], head_dim(k_cache)
     slots, first, keys = (where.data_ptr(), 0, where.shape[0]) if isinstance(where, Tensor) else (0, where[0], where[1] - where[0])
     asked = _CHUNK.pack(
         *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), slots),

@@ -1,6 +1,6 @@
-// Products of many rows by AMX: rows and weights as bfloat16, sums in float32, from the packed weights themselves.
+// Products of many rows by AMX: rows and weights as bfloat16, sums in float32, from the packed weights, or the plain ones of bfloat16, themselves.
 //
-// A pair of blocks of 16 lines (two neighbours, or a gate's and its up's) is unpacked once, in the layout of the tiles, and meets all rows, 32 at
+// A pair of blocks of 16 lines (two neighbours, or a gate's and its up's) is unpacked or turned once, in the layout of the tiles, and meets all rows, 32 at
 // a time; kernels.inc's finish() takes the sums. Called by products.cpp where available() says so. No threads here.
 //
 // What counts is where operands lie: 512 columns of a pair are 32 KB, which stay in the L1 while rows stream past from the L2.
@@ -69,6 +69,29 @@ void unpack(const uint8_t* block, int64_t groups, uint16_t* to) {
   }
 }
 
+// 16 lines of a plain weight as such tiles, in which two neighbouring columns of all lines lie side by side: pairs are turned like a matrix of 16 x 16.
+void turn(const uint16_t* lines, int64_t columns, uint16_t* to) {
+  for (int64_t k = 0; k < columns; k += 32, to += 512) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(lines + i * columns + k);
+    for (int i = 0; i < 16; i += 2) b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    for (int i = 0; i < 16; i += 4) {
+      for (int j = 0; j < 2; j++) {
+        a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+        a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+      }
+    }
+    for (int j = 0; j < 4; j++) {  // of each quarter, columns j, 4 + j, 8 + j and 12 + j of four lines
+      const __m512i upper = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), lower = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+      const __m512i odd_upper = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xDD), odd_lower = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xDD);
+      _mm512_store_si512(to + 32 * j, _mm512_shuffle_i32x4(upper, lower, 0x88));
+      _mm512_store_si512(to + 32 * (8 + j), _mm512_shuffle_i32x4(upper, lower, 0xDD));
+      _mm512_store_si512(to + 32 * (4 + j), _mm512_shuffle_i32x4(odd_upper, odd_lower, 0x88));
+      _mm512_store_si512(to + 32 * (12 + j), _mm512_shuffle_i32x4(odd_upper, odd_lower, 0xDD));
+    }
+  }
+}
+
 // sums [row tiles][two blocks][16 rows][16 lines] of all rows, which are whole pairs of tiles, as round_row() laid them out.
 void multiply(const uint16_t* x, int64_t rows, int64_t columns, const uint16_t* const (&w)[2], float* sums) {
   configure(Config());
@@ -120,13 +143,14 @@ void round_row(const float* x, int64_t columns, int64_t row, uint16_t* to) {
 int64_t scratch_bytes(int64_t rows, int64_t columns) { return padded(rows) * 32 * 4 + 2 * columns * 32; }
 
 void pair(const FlatoutProduct& p, const uint16_t* x, int64_t first, int64_t second, char* scratch) {
-  const int64_t groups = p.columns / kGroup, bytes = groups * group_bytes(p.kind);
+  const int64_t groups = p.columns / kGroup, bytes = p.kind == 16 ? p.columns * kLines * 2 : groups * group_bytes(p.kind);
   float* sums = reinterpret_cast<float*>(scratch);
   uint16_t* w = reinterpret_cast<uint16_t*>(sums + padded(p.rows) * 32);
   const uint16_t* const both[2] = {w, w + (second == first ? 0 : p.columns * 16)};
   for (int i = 0; i < (second == first ? 1 : 2); i++) {
     const uint8_t* block = static_cast<const uint8_t*>(p.weight) + (i ? second : first) * bytes;
-    if (p.kind == 4) unpack<4>(block, groups, w + i * p.columns * 16);
+    if (p.kind == 16) turn(reinterpret_cast<const uint16_t*>(block), p.columns, w + i * p.columns * 16);
+    else if (p.kind == 4) unpack<4>(block, groups, w + i * p.columns * 16);
     else unpack<8>(block, groups, w + i * p.columns * 16);
   }
   multiply(x, padded(p.rows), p.columns, both, sums);

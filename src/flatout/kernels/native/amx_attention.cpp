@@ -3,7 +3,8 @@
 //
 // Everything lies keys first: scores are K Q^T, so that a row of a tile is one key for 16 queries, the largest and the sum of a query are found
 // without crossing lanes, and two rows of weights are, side by side, what the next product reads. Keys and values are rounded and put into tiles
-// once a chunk. Called through flatout_chunk(), which shares blocks of queries among threads.
+// once a chunk. Codes of an int8 cache are exact in bfloat16: scores are multiplied by their keys' scales, weights by their values'; and where queries
+// are float32 both of these are parted in three, whose sum they are. Called through flatout_chunk(), which shares blocks of queries among threads.
 
 #include "amx.h"
 #include "pool.h"
@@ -25,14 +26,19 @@ namespace {
 #include "amx_words.inc"
 
 constexpr int kKeys = 64, kQueries = 32;  // of a block
+constexpr int kMostParts = 3;             // of bfloat16, that a number is taken in
 constexpr float kNothing = -1e30f;        // less than any score: hidden keys, and the largest of none
 
 struct Laid {  // in tiles
   uint16_t* keys;    // [keys / 16][dim / 32][16 keys][32 dims]
   uint16_t* values;  // [keys / 32][dim / 16][16 dims][32 keys]
+  float *key_scales, *value_scales;  // [keys], of codes
 };
 
+inline bool coded(const FlatoutChunk& c) { return c.cache_type == FLATOUT_INT8; }
+
 inline __m512 numbers(const FlatoutChunk& c, const void* from, int64_t at) {  // 16 of the cache's
+  if (coded(c)) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const int8_t*>(from) + at))));
   const uint8_t* p = static_cast<const uint8_t*>(from) + at * 2;
   if (c.cache_type == FLATOUT_FLOAT16) return halves(p);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
@@ -46,7 +52,22 @@ inline __m512 query(const FlatoutChunk& c, int64_t at) {
 
 inline __m256i narrowed(__m512 a) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(to_bfloat16(a), 16)); }
 
-inline int64_t place(const FlatoutChunk& c, int64_t key) { return (c.slots ? c.slots[key] : c.first_slot + key) * c.kv_heads * c.dim; }
+inline int64_t place(const FlatoutChunk& c, int64_t key, int kv_head) {
+  return ((c.slots ? c.slots[key] : c.first_slot + key) * c.kv_heads + kv_head) * head_elements(c.cache_type, c.dim);
+}
+
+inline float scale_of(const FlatoutChunk& c, const void* from, int64_t at) {
+  float d;
+  std::memcpy(&d, static_cast<const int8_t*>(from) + at + c.dim, sizeof d);
+  return d;
+}
+
+// A number's next part, which is taken from it.
+inline __m512 part_of(__m512& a) {
+  const __m512 part = _mm512_castsi512_ps(_mm512_and_si512(to_bfloat16(a), _mm512_set1_epi32(static_cast<int>(0xFFFF0000))));
+  a = _mm512_sub_ps(a, part);
+  return part;
+}
 
 // 16 rows apart by a row of a tile: where a vector's lanes go when columns become rows.
 inline __m512i column_of_tile() { return _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(64)); }
@@ -55,11 +76,12 @@ inline __m512i column_of_tile() { return _mm512_mullo_epi32(_mm512_set_epi32(15,
 struct Found {
   alignas(64) float mixed[kMostDim * kQueries];  // [dim / 16][two tiles of queries][16 dims][16 queries]
   alignas(64) float scores[kKeys * kQueries];    // [keys / 16][two tiles][16 keys][16 queries]
-  alignas(64) uint16_t weights[kKeys * kQueries];  // [keys / 32][two tiles][16 pairs of keys][16 queries][2]
-  alignas(64) uint16_t queries[kMostDim * kQueries];  // [dim / 32][two tiles][16 pairs of dims][16 queries][2]
+  alignas(64) uint16_t weights[kMostParts][kKeys * kQueries];  // [keys / 32][two tiles][16 pairs of keys][16 queries][2]
+  alignas(64) uint16_t queries[kMostParts][kMostDim * kQueries];  // [dim / 32][two tiles][16 pairs of dims][16 queries][2]
   __m512 largest[2], total[2];
 };
 
+template <int parts>
 void scores_of(const Laid& laid, int64_t key, int64_t dim, Found& f) {
   for (int half = 0; half < 2; half++) {
     const uint16_t* keys = laid.keys + (key + 32 * half) * dim;
@@ -70,13 +92,15 @@ void scores_of(const Laid& laid, int64_t key, int64_t dim, Found& f) {
     _tile_zero(3);
     for (int64_t d = 0; d < dim; d += 32) {
       _tile_loadd(4, keys + d * 16, 64);
-      _tile_loadd(6, f.queries + d * kQueries, 64);
       _tile_loadd(5, keys + dim * 16 + d * 16, 64);
-      _tile_loadd(7, f.queries + d * kQueries + 512, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      for (int part = 0; part < parts; part++) {
+        _tile_loadd(6, f.queries[part] + d * kQueries, 64);
+        _tile_loadd(7, f.queries[part] + d * kQueries + 512, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
     }
     _tile_stored(0, to, 64);
     _tile_stored(1, to + 256, 64);
@@ -86,6 +110,12 @@ void scores_of(const Laid& laid, int64_t key, int64_t dim, Found& f) {
 }
 
 inline float* score(Found& f, int key, int tile) { return f.scores + key / 16 * 512 + tile * 256 + key % 16 * 16; }
+
+void scale_scores(const float* scales, Found& f) {
+  for (int tile = 0; tile < 2; tile++) {
+    for (int k = 0; k < kKeys; k++) _mm512_store_ps(score(f, k, tile), _mm512_mul_ps(_mm512_load_ps(score(f, k, tile)), _mm512_set1_ps(scales[k])));
+  }
+}
 
 // Keys that a query may not see: those behind it, and those a window is past. first: the place of the block's first query among the keys.
 void hide(const FlatoutChunk& c, int64_t key, int64_t first, Found& f) {
@@ -102,17 +132,20 @@ void hide(const FlatoutChunk& c, int64_t key, int64_t first, Found& f) {
   }
 }
 
-// Scores become weights; what was found before is measured by the new largest.
-void weigh(int64_t dim, Found& f) {
+// Scores become weights, times their values' scales where there are any; what was found before is measured by the new largest.
+template <int parts>
+void weigh(const float* scales, int64_t dim, Found& f) {
   for (int tile = 0; tile < 2; tile++) {
     __m512 largest = f.largest[tile];
     for (int k = 0; k < kKeys; k++) largest = _mm512_max_ps(_mm512_load_ps(score(f, k, tile)), largest);
     __m512 total = _mm512_setzero_ps();
     for (int k = 0; k < kKeys; k += 2) {
-      const __m512 even = exponential(_mm512_sub_ps(_mm512_load_ps(score(f, k, tile)), largest));
-      const __m512 odd = exponential(_mm512_sub_ps(_mm512_load_ps(score(f, k + 1, tile)), largest));
+      __m512 even = exponential(_mm512_sub_ps(_mm512_load_ps(score(f, k, tile)), largest));
+      __m512 odd = exponential(_mm512_sub_ps(_mm512_load_ps(score(f, k + 1, tile)), largest));
       total = _mm512_add_ps(total, _mm512_add_ps(even, odd));
-      put(f.weights + k / 32 * 1024 + tile * 512 + k % 32 / 2 * 32, even, odd);
+      if (scales) even = _mm512_mul_ps(even, _mm512_set1_ps(scales[k])), odd = _mm512_mul_ps(odd, _mm512_set1_ps(scales[k + 1]));
+      for (int part = 0; part < parts - 1; part++) put(f.weights[part] + k / 32 * 1024 + tile * 512 + k % 32 / 2 * 32, part_of(even), part_of(odd));
+      put(f.weights[parts - 1] + k / 32 * 1024 + tile * 512 + k % 32 / 2 * 32, even, odd);
     }
     const __m512 kept = exponential(_mm512_sub_ps(f.largest[tile], largest));
     f.total[tile] = _mm512_fmadd_ps(f.total[tile], kept, total);
@@ -126,6 +159,7 @@ void weigh(int64_t dim, Found& f) {
   }
 }
 
+template <int parts>
 void mix(const Laid& laid, int64_t key, int64_t dim, Found& f) {
   for (int64_t d = 0; d < dim; d += 16) {
     float* mixed = f.mixed + d * kQueries;
@@ -134,10 +168,12 @@ void mix(const Laid& laid, int64_t key, int64_t dim, Found& f) {
     _tile_loadd(1, mixed + 256, 64);
     for (int half = 0; half < 2; half++) {
       _tile_loadd(4, values + half * 32 * dim, 64);
-      _tile_loadd(6, f.weights + half * 1024, 64);
-      _tile_loadd(7, f.weights + half * 1024 + 512, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
+      for (int part = 0; part < parts; part++) {
+        _tile_loadd(6, f.weights[part] + half * 1024, 64);
+        _tile_loadd(7, f.weights[part] + half * 1024 + 512, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+      }
     }
     _tile_stored(0, mixed, 64);
     _tile_stored(1, mixed + 256, 64);
@@ -147,10 +183,14 @@ void mix(const Laid& laid, int64_t key, int64_t dim, Found& f) {
 // Keys and values `first` ... first + 31 of a KV head; beyond the last, zeros.
 void lay(const FlatoutChunk& c, int kv_head, int64_t first, const Laid& laid) {
   const __m512i apart = column_of_tile();
+  for (int64_t key = first; coded(c) && key < first + 32; key++) {
+    laid.key_scales[key] = key < c.keys ? scale_of(c, c.k, place(c, key, kv_head)) : 0.0f;
+    laid.value_scales[key] = key < c.keys ? scale_of(c, c.v, place(c, key, kv_head)) : 0.0f;
+  }
   for (int64_t d = 0; d < c.dim; d += 16) {
     for (int k = 0; k < 32; k++) {
       const int64_t key = first + k;
-      const __m512 a = key < c.keys ? numbers(c, c.k, place(c, key) + kv_head * c.dim + d) : _mm512_setzero_ps();
+      const __m512 a = key < c.keys ? numbers(c, c.k, place(c, key, kv_head) + d) : _mm512_setzero_ps();
       uint16_t* to = laid.keys + key / 16 * 16 * c.dim + d / 32 * 512 + key % 16 * 32 + d % 32;
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrowed(a));
     }
@@ -158,30 +198,34 @@ void lay(const FlatoutChunk& c, int kv_head, int64_t first, const Laid& laid) {
     alignas(64) uint16_t two[32];
     for (int k = 0; k < 32; k += 2) {
       const int64_t key = first + k;
-      const __m512 even = key < c.keys ? numbers(c, c.v, place(c, key) + kv_head * c.dim + d) : _mm512_setzero_ps();
-      const __m512 odd = key + 1 < c.keys ? numbers(c, c.v, place(c, key + 1) + kv_head * c.dim + d) : _mm512_setzero_ps();
+      const __m512 even = key < c.keys ? numbers(c, c.v, place(c, key, kv_head) + d) : _mm512_setzero_ps();
+      const __m512 odd = key + 1 < c.keys ? numbers(c, c.v, place(c, key + 1, kv_head) + d) : _mm512_setzero_ps();
       put(two, even, odd);
       _mm512_i32scatter_epi32(tile + k, apart, _mm512_load_si512(two), 1);
     }
   }
 }
 
-// Queries `first` ... of a head.
+// Queries `first` ... of a head, of which as many parts are taken as of its weights.
+template <int parts>
 void attend(const FlatoutChunk& c, int head, int64_t first, const Laid& laid) {
   static thread_local Found found;
   Found& f = found;
   const __m512i apart = column_of_tile();
   const __m512 scale = _mm512_set1_ps(c.scale);
   const int count = static_cast<int>(c.count - first < kQueries ? c.count - first : kQueries);
-  std::memset(f.queries, 0, static_cast<size_t>(c.dim) * kQueries * 2);
+  for (int part = 0; part < parts; part++) std::memset(f.queries[part], 0, static_cast<size_t>(c.dim) * kQueries * 2);
   std::memset(f.mixed, 0, static_cast<size_t>(c.dim) * kQueries * 4);
   for (int q = 0; q < count; q++) {
     for (int64_t d = 0; d < c.dim; d += 32) {
       const int64_t at = (first + q) * c.q_stride + head * c.dim + d;
-      alignas(64) uint16_t row[32];
-      _mm256_store_si256(reinterpret_cast<__m256i*>(row), narrowed(_mm512_mul_ps(query(c, at), scale)));
-      _mm256_store_si256(reinterpret_cast<__m256i*>(row + 16), narrowed(_mm512_mul_ps(query(c, at + 16), scale)));
-      _mm512_i32scatter_epi32(f.queries + d * kQueries + q / 16 * 512 + q % 16 * 2, apart, _mm512_load_si512(row), 1);
+      __m512 low = _mm512_mul_ps(query(c, at), scale), high = _mm512_mul_ps(query(c, at + 16), scale);
+      for (int part = 0; part < parts; part++) {
+        alignas(64) uint16_t row[32];
+        _mm256_store_si256(reinterpret_cast<__m256i*>(row), narrowed(part_of(low)));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(row + 16), narrowed(part_of(high)));
+        _mm512_i32scatter_epi32(f.queries[part] + d * kQueries + q / 16 * 512 + q % 16 * 2, apart, _mm512_load_si512(row), 1);
+      }
     }
   }
   for (int tile = 0; tile < 2; tile++) f.largest[tile] = _mm512_set1_ps(kNothing), f.total[tile] = _mm512_setzero_ps();
@@ -189,11 +233,12 @@ void attend(const FlatoutChunk& c, int head, int64_t first, const Laid& laid) {
   const int64_t begin = c.window && place_of_first + 1 > c.window ? (place_of_first + 1 - c.window) / kKeys * kKeys : 0;
   configure(Config());
   for (int64_t key = begin; key < seen; key += kKeys) {
-    scores_of(laid, key, c.dim, f);
+    scores_of<parts>(laid, key, c.dim, f);
+    if (coded(c)) scale_scores(laid.key_scales + key, f);
     const bool whole = key + kKeys <= place_of_first + 1 && (!c.window || key > place_of_first + kQueries - 1 - c.window);
     if (!whole) hide(c, key, place_of_first, f);
-    weigh(c.dim, f);
-    mix(laid, key, c.dim, f);
+    weigh<parts>(coded(c) ? laid.value_scales + key : nullptr, c.dim, f);
+    mix<parts>(laid, key, c.dim, f);
   }
   _tile_release();
   alignas(64) float share[kQueries];
@@ -211,7 +256,7 @@ void attend(const FlatoutChunk& c, int head, int64_t first, const Laid& laid) {
 }
 
 bool can(const FlatoutChunk& c) {
-  return is_type(c.type) && (c.cache_type == FLATOUT_FLOAT16 || c.cache_type == FLATOUT_BFLOAT16) && c.q && c.k && c.v && c.out && c.count > 0 &&
+  return is_type(c.type) && c.cache_type != FLATOUT_FLOAT32 && is_cache(c.cache_type, c.type) && c.q && c.k && c.v && c.out && c.count > 0 &&
          c.keys >= c.count && c.keys < (int64_t{1} << 30) && c.kv_heads > 0 && c.heads % c.kv_heads == 0 && c.dim > 0 && c.dim % 32 == 0 &&
          c.dim <= kMostDim && c.window >= 0;
 }
@@ -223,7 +268,8 @@ thread_local Scratch scratch;
 int chunk(const FlatoutChunk& c) {
   if (!can(c)) return 1;
   const int64_t padded_keys = (c.keys + kKeys - 1) / kKeys * kKeys, each = padded_keys * c.dim;  // numbers of a KV head
-  char* memory = scratch.at_least(static_cast<size_t>(each * 2 * 2) * c.kv_heads);
+  const int64_t scales = coded(c) ? padded_keys : 0;
+  char* memory = scratch.at_least(static_cast<size_t>(each * sizeof(uint16_t) + scales * sizeof(float)) * 2 * c.kv_heads);
   if (!memory) return 1;
   uint16_t* laid = reinterpret_cast<uint16_t*>(memory);
   const int group = c.heads / c.kv_heads, pieces = static_cast<int>(padded_keys / 32);
@@ -231,10 +277,13 @@ int chunk(const FlatoutChunk& c) {
   struct Work {
     const FlatoutChunk& c;
     uint16_t* laid;
-    int64_t each;
+    int64_t each, scales;
     int group, pieces, blocks;
-    Laid of(int kv_head) const { return {laid + kv_head * 2 * each, laid + kv_head * 2 * each + each}; }
-  } work{c, laid, each, group, pieces, blocks};
+    Laid of(int kv_head) const {
+      float* own = reinterpret_cast<float*>(laid + c.kv_heads * 2 * each) + kv_head * 2 * scales;
+      return {laid + kv_head * 2 * each, laid + kv_head * 2 * each + each, own, own + scales};
+    }
+  } work{c, laid, each, scales, group, pieces, blocks};
   Turn turn;
   share(
       c.kv_heads * pieces,
@@ -248,7 +297,8 @@ int chunk(const FlatoutChunk& c) {
       [](const void* context, int part) {  // the longest first: the last queries see the most keys
         const Work& w = *static_cast<const Work*>(context);
         const int head = part % w.c.heads;
-        attend(w.c, head, static_cast<int64_t>(w.blocks - 1 - part / w.c.heads) * kQueries, w.of(head / w.group));
+        const auto of = coded(w.c) && w.c.type == FLATOUT_FLOAT32 ? attend<kMostParts> : attend<1>;
+        of(w.c, head, static_cast<int64_t>(w.blocks - 1 - part / w.c.heads) * kQueries, w.of(head / w.group));
       },
       &work);
   return 0;

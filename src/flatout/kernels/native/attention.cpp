@@ -42,7 +42,7 @@ void find(const FlatoutAttention& a, int64_t index, int64_t first, int64_t count
   const int32_t row = a.rows[index];
   const int32_t* table = a.tables + (a.table_rows ? a.table_rows[row] : row) * a.table_stride;
   const int shift = __builtin_ctz(static_cast<unsigned>(a.block_size));
-  const int64_t width = static_cast<int64_t>(a.kv_heads) * a.dim;
+  const int64_t width = a.kv_heads * head_elements(a.cache_type, a.dim);
   for (int64_t t = 0; t < count; t++) {
     const int64_t position = first + t, within = position & (a.block_size - 1);
     at[t] = t && within ? at[t - 1] + width : ((static_cast<int64_t>(table[position >> shift]) << shift) + within) * width;

@@ -31,6 +31,7 @@ inline I nearest(F a) { return (I)_mm256_cvtps_epi32((__m256)a); }
 inline F halves(const uint8_t* p) { return (F)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline void to_halves(uint8_t* p, F a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)a, _MM_FROUND_TO_NEAREST_INT)); }
 inline I bytes(const uint8_t* p) { return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+inline I codes(const int8_t* p) { return (I)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 
 // Markstein's correction of a * inverse: three instructions where a division takes several cycles.
 inline F exact_quotient(F a, F d, F inverse) {

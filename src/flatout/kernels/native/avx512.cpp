@@ -31,6 +31,7 @@ inline I nearest(F a) { return (I)_mm512_cvtps_epi32((__m512)a); }
 inline F halves(const uint8_t* p) { return (F)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline void to_halves(uint8_t* p, F a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)a, _MM_FROUND_TO_NEAREST_INT)); }
 inline I bytes(const uint8_t* p) { return (I)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline I codes(const int8_t* p) { return (I)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
 // Markstein's correction of a * inverse: three instructions where a division takes sixteen cycles.
 inline F exact_quotient(F a, F d, F inverse) {

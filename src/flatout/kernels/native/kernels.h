@@ -15,7 +15,13 @@ constexpr int kMostRows = 16; // in a tile
 constexpr bool is_type(int32_t type) { return type == FLATOUT_FLOAT32 || type == FLATOUT_BFLOAT16; }
 
 constexpr bool is_cache(int32_t cache_type, int32_t type) {
-  return cache_type == type || (type == FLATOUT_FLOAT32 && (cache_type == FLATOUT_FLOAT16 || cache_type == FLATOUT_BFLOAT16));
+  return cache_type == type || cache_type == FLATOUT_INT8 ||
+         (type == FLATOUT_FLOAT32 && (cache_type == FLATOUT_FLOAT16 || cache_type == FLATOUT_BFLOAT16));
+}
+
+// Elements from one head of a token to the next in a cache: codes have their scale behind them.
+constexpr int64_t head_elements(int32_t cache_type, int64_t dim) {
+  return cache_type == FLATOUT_INT8 ? dim + static_cast<int64_t>(sizeof(float)) : dim;
 }
 
 constexpr int64_t group_bytes(int kind) { return kind == 4 ? 320 : 544; }

@@ -17,7 +17,8 @@
 #define FLATOUT_API
 #endif
 
-enum { FLATOUT_FLOAT32 = 0, FLATOUT_BFLOAT16 = 1, FLATOUT_FLOAT16 = 2 };  // float16: of a cache alone
+// float16 and int8: of a cache alone. A cache of int8 holds of each head of a token dim codes, then a float32 scale d: value = d * code.
+enum { FLATOUT_FLOAT32 = 0, FLATOUT_BFLOAT16 = 1, FLATOUT_FLOAT16 = 2, FLATOUT_INT8 = 3 };
 enum { FLATOUT_NO_GATE = 0, FLATOUT_SILU = 1, FLATOUT_GELU_TANH = 2, FLATOUT_GELU = 3 };
 
 // out = [out +] scale * (x weight^T + bias), or with a gate [out +] scale * act(x gates^T + bias) * (x ups^T + bias').
@@ -26,7 +27,8 @@ enum { FLATOUT_NO_GATE = 0, FLATOUT_SILU = 1, FLATOUT_GELU_TANH = 2, FLATOUT_GEL
 // even; a group with anything but finite numbers makes its row's outputs NaN. Sums within such a group are exact, all others float32. A row has
 // the same bits in any company and with any number of threads. out may be x.
 //
-// With `many` rows and packed weights are rounded to bfloat16 instead, and sums are float32: for many rows, where flatout_has_tiles() says so.
+// With `many` rows and packed weights are rounded to bfloat16 instead, plain ones of kind 16 are taken as they are (in whole blocks of 16 lines and 32
+// columns), and sums are float32: for many rows, where flatout_has_tiles() says so. Kind 32: not.
 typedef struct {
   const void* x;          // [rows][columns]
   const void* weight;     // with a gate the gates' lines are followed by as many of the ups
@@ -74,7 +76,7 @@ typedef struct {
   int32_t block_size;  // a power of two
   int32_t window;    // keys that are seen, or 0: all
   int32_t type;      // of q and out
-  int32_t cache_type;  // of k and v: the same, or 16 bits beside float32
+  int32_t cache_type;  // of k and v: the same, 16 bits beside float32, or int8
   float scale, softcap;  // softcap 0: none
 } FlatoutAttention;
 
@@ -82,7 +84,8 @@ typedef struct {
 FLATOUT_API int flatout_attention(const FlatoutAttention* attention);
 
 // Neighbouring queries of one row, the last of which sees the last key and each before it a key less: out = softmax(scale * q k^T) v, with queries,
-// keys, values and weights as bfloat16, sums in float32. Where flatout_has_tiles() says so.
+// keys, values and weights as bfloat16, sums in float32. With an int8 cache, whose codes are exact in bfloat16, queries and weights of float32 are
+// taken in three parts of bfloat16 each, so that nothing is rounded but in float32. Where flatout_has_tiles() says so.
 typedef struct {
   const void* q;  // [count][heads][dim]
   const void* k;  // [slots][kv_heads][dim]
@@ -96,13 +99,14 @@ typedef struct {
   int32_t dim;         // a multiple of 32, at most 256
   int32_t window;      // keys that are seen, or 0: all
   int32_t type;        // of q and out
-  int32_t cache_type;  // float16 or bfloat16
+  int32_t cache_type;  // float16, bfloat16 or int8
   float scale;
 } FlatoutChunk;
 
 FLATOUT_API int flatout_chunk(const FlatoutChunk* chunk);
 
-// Queries and keys normed (head by head) and rotated where they lie; then keys and values to their slots of the cache.
+// Queries and keys normed (head by head) and rotated where they lie; then keys and values to their slots of the cache. To int8 a head is rounded by
+// d = max|x| / 127, or 0 where that is under 2^-100, to the nearest, ties to even; one with anything but finite numbers becomes NaN.
 typedef struct {
   void* qk;           // [tokens][heads + kv_heads][dim]
   const void* value;  // [tokens][kv_heads][dim], rows value_stride apart
@@ -115,7 +119,7 @@ typedef struct {
   int32_t heads, kv_heads, dim;   // dim a multiple of 16
   int32_t rotary;                 // a multiple of 32
   int32_t type;                   // of all of it but the cache
-  int32_t cache_type;             // the same, or 16 bits beside float32
+  int32_t cache_type;             // the same, 16 bits beside float32, or int8
   float eps, offset;
 } FlatoutRotation;
 

@@ -136,7 +136,7 @@ FLATOUT_API int flatout_product(const FlatoutProduct* product) {
   if (p.rows == 0) return 0;
   const Kernels& k = kernels();
   if (p.many) {
-    if (p.kind >= 16 || !amx::available()) return 1;
+    if (p.kind == 32 || p.outputs % kLines || p.columns % kGroup || !amx::available()) return 1;
     Turn turn;
     return !multiply_many(p, k);
   }

@@ -40,6 +40,7 @@ inline void to_halves(uint8_t* p, F a) {
 }
 
 inline I bytes(const uint8_t* p) { return I{p[0], p[1], p[2], p[3]}; }
+inline I codes(const int8_t* p) { return I{p[0], p[1], p[2], p[3]}; }
 
 template <int kind>
 struct Codes {
