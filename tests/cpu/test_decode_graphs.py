@@ -214,7 +214,7 @@ def test_captured_steps_equal_eager_ones(family, kind, backend, tmp_path_factory
     decodes = captured.runner.executor.decodes
     requests, replayed, counts = Requests(7), [], []
     run = decodes.run
-    decodes.run = lambda staged, choose: (replayed.append(staged.step.size), run(staged, choose))[1]
+    decodes.run = lambda staged, *rest: (replayed.append(staged.step.size), run(staged, *rest))[1]
     admit(requests, sides, PARAMS[kind])
     assert not replayed
     for turn in range(4 * RING):
@@ -366,7 +366,7 @@ def test_prompt_logprobs_of_one_request_leave_the_others_their_graphs(tmp_path_f
     launch(requests.plan([(0, prompts[0]), (1, prompts[1][:2]), (2, prompts[2])], admitted), [captured])
     assert set(runner.prompts) == {1}  # whose request goes away now
     run, ran = runner.executor.decodes.run, []
-    runner.executor.decodes.run = lambda staged, choose: (ran.append(staged.step.size), run(staged, choose))[1]
+    runner.executor.decodes.run = lambda staged, *rest: (ran.append(staged.step.size), run(staged, *rest))[1]
     launch(requests.plan([(0, [FROM_DEVICE]), (2, [FROM_DEVICE])]), [captured])
     assert ran
     runner.close()

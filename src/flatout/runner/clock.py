@@ -16,6 +16,8 @@ import torch
 from flatout.kernels.op import Op, recording_by
 from flatout.kernels.program import Program
 
+HOST_CYCLES = 30_000_000  # of a GPU's clock: some 15 ms, in which Python calls a thousand ops
+
 
 class StepClock:
     """Of a step on the CPU."""
@@ -36,6 +38,9 @@ class StepClock:
         begin = time.perf_counter()
         run()
         self.native_s += time.perf_counter() - begin
+
+    def ahead(self) -> None:
+        """Before a forward begins op by op."""
 
     @contextmanager
     def loose(self) -> Iterator[None]:
@@ -70,6 +75,11 @@ class CudaClock(StepClock):
 
     def program(self, run: Callable[[], object]) -> None:
         run()
+
+    def ahead(self) -> None:
+        """Keep the device waiting until the host has issued what follows: ops that it waits for one by one would all seem to take a launch."""
+        if self.deep:
+            torch.cuda._sleep(HOST_CYCLES)
 
     @contextmanager
     def loose(self) -> Iterator[None]:

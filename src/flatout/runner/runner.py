@@ -199,6 +199,7 @@ class Runner:
         inputs = build_inputs(plan, self.slots, self.block_size, self.groups, narrow=not rating)
         inputs_s = time.perf_counter() - begin
 
+        clock.ahead()
         begins()
         output, logits = _StepOutput(None, None, {}), None
         with clock.loose():
