@@ -51,8 +51,10 @@ def tiny(tmp_path):
 class MadeUp:
     """Each op has a launch, a bandwidth and a rate of its own, and rows that fill the machine little by little: what no table knows."""
 
-    def __init__(self, table: CostTable, noise: float = 0.0):
+    def __init__(self, table: CostTable, noise: float = 0.0, clock_s: float = 0.0, issue_s: float = 0.0):
+        """clock_s: what telling an op apart takes; issue_s: the host's time for a step op by op, ahead of the device."""
         self.table, self.noise, self.random = table, noise, np.random.default_rng(5)
+        self.clock_s, self.issue_s = clock_s, issue_s
 
     def sample(self, shape: StepShape) -> Sample:
         captured, ops = shape.decodes == shape.requests, []
@@ -61,9 +63,13 @@ class MadeUp:
             launch, reads, computes = 3e-6 + 4e-7 * (i % 5), 0.9 - 0.05 * (i % 7), 0.8 * rows / (rows + 12 + 3 * (i % 3))
             by_bytes, by_flops = cost.bytes / (1e12 * reads), cost.flops / (1e14 * max(computes, 1e-9))
             ops.append(op.count * (launch + max(by_bytes, by_flops)) if rows else 0.0)
-        beside = (2e-4 if captured else 1.5e-3) + 4e-6 * shape.sampled
-        shown = [seconds * math.exp(self.noise * self.random.normal()) for seconds in ops]
-        return Sample(shape, captured, (sum(ops) + beside) * math.exp(self.noise * self.random.normal()), tuple(shown))
+        beside = (2e-4 if captured or self.issue_s else 1.5e-3) + 4e-6 * shape.sampled
+        shown = [
+            seconds * math.exp(self.noise * self.random.normal()) + (seconds > 0) * self.clock_s * op.count
+            for seconds, op in zip(ops, self.table.ops)
+        ]
+        step_s = sum(ops) + beside if captured else max(sum(ops) + beside, self.issue_s)
+        return Sample(shape, captured, step_s * math.exp(self.noise * self.random.normal()), tuple(shown), self.issue_s > 0)
 
 
 def grid(table: CostTable, rows, contexts, chunks, before) -> list[StepShape]:
@@ -75,13 +81,13 @@ LEARNT = ((1, 2, 4, 8, 16, 32, 64), (64, 1024), (16, 64, 256, 1024, 4096), (0, 1
 ASKED = ((1, 3, 6, 12, 24, 48), (100, 400, 2000), (40, 500, 2500), (0, 300))  # none of them learnt but rows of 1
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(("noise", "clocks"), [(0.0, {}), (0.05, {}), (0.0, {"clock_s": 3e-6, "issue_s": 12e-3})])
 @pytest.mark.parametrize("model", ["qwen2-7b", "llama-3.2-1b"])
-def test_steps_between_the_calibrated_ones_are_predicted(model, noise):
+def test_steps_between_the_calibrated_ones_are_predicted(model, noise, clocks):
     table = replace(on_paper({**QWEN2_7B, "model": f"src/flatout/bench/models/{model}.json"}, "h200").table, roof=ROOF)
-    machine = MadeUp(table, noise)
+    machine = MadeUp(table, noise, **clocks)
     found = fitted(table, [machine.sample(shape) for shape in grid(table, *LEARNT)], "made up")
-    exact = MadeUp(table)
+    exact = MadeUp(table, **clocks)
     asked = [exact.sample(shape) for shape in grid(table, *ASKED)]
     off = errors(found.apply(table), asked)
     assert median_off(off) < 0.1

@@ -255,6 +255,7 @@ class CostTable:
     # measured: seconds of a step beside the ops of its forward, where it is captured and where it is not, and of each row that yields a token
     step_s: float = 0.0
     loose_s: float = 0.0
+    issue_s: float = 0.0  # seconds that the host takes to issue a step op by op, while the device works: such a step takes no less
     row_s: float = 0.0
     host_s: float = 0.0  # of the engine's thread for each step: behind the device, where that takes longer
 
@@ -300,7 +301,8 @@ class CostTable:
 
     def step_seconds(self, shape: StepShape, captured: bool = False) -> float:
         """Predicted time of the whole step."""
-        return sum(self.predicted(shape, captured)) + (self.step_s if captured else self.loose_s) + self.row_s * shape.sampled
+        seconds = sum(self.predicted(shape, captured)) + (self.step_s if captured else self.loose_s) + self.row_s * shape.sampled
+        return seconds if captured else max(seconds, self.issue_s)
 
     def calls(self, shape: StepShape) -> int:
         """Ops that such a step runs."""
