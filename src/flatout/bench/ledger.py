@@ -1,7 +1,7 @@
 """`flatout bench ledger`: what recording every step costs: the same decode with records and ledger on and off, in turns of some hundred steps.
 
-Pairs of neighbouring turns are compared, and begin with one and the other in turn, so that neither growing contexts nor a drifting machine favours
-one. On, each record is also summed here, which in a server happens in another process. Called by cli/__init__.py.
+A pair is four halves, on, off, off, on, and the next one the other way round, after some steps that count for nothing: so neither growing contexts nor
+a drifting machine favours one. On, each record is also summed here, which in a server happens in another process. Called by cli/__init__.py.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PROMPT = 64  # tokens
 LEAST = 0.985  # of the throughput must be left, at 95 % confidence
 DRAWS = 4000
+WARM = 10  # steps after the prompts'
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,19 @@ def measure(llm: LLM, batch: int, pairs: int, steps: int) -> Cost:
     rng, engine = random.Random(batch), llm.engine
     rates: dict[bool, list[float]] = {True: [], False: []}
     for pair in range(pairs + 1):  # the first warms up
-        params = SamplingParams(temperature=0.0, max_tokens=2 * steps + 2, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=2 * steps + WARM + 4, ignore_eos=True)
         ids = [[rng.randrange(10, llm.spec.vocab_size) for _ in range(PROMPT)] for _ in range(batch)]
         for i, prompt in enumerate(ids):
             engine.add(prepare(f"{pair} {i}", prompt, params, None, llm.facts, arrival=time.monotonic(), cache_salt=f"{pair} {i}"))
         while engine.scheduler.num_waiting or engine.scheduler.num_running < batch:
             engine.step()
-        for on in (True, False) if pair % 2 else (False, True):
-            rates[on].append(steps / _seconds(llm, steps, on))
+        _seconds(llm, WARM, True)
+        spent = {True: 0.0, False: 0.0}
+        first = bool(pair % 2)
+        for on in (first, not first, not first, first):
+            spent[on] += _seconds(llm, -(-steps // 2), on)
+        for on, seconds in spent.items():
+            rates[on].append(2 * -(-steps // 2) / seconds)
         engine.recording = True
         while engine.has_work:
             engine.step()
