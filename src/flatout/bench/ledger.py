@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
 
 def measure(llm: LLM, batch: int, pairs: int, steps: int) -> Cost:
     """RequestError where `batch` sequences of two turns do not fit."""
-    rng, engine = random.Random(batch), llm.engine
+    rng, engine, ledger = random.Random(batch), llm.engine, Ledger(llm.engine.costs)
     rates: dict[bool, list[float]] = {True: [], False: []}
     for pair in range(pairs + 1):  # the first warms up
         params = SamplingParams(temperature=0.0, max_tokens=2 * steps + WARM + 4, ignore_eos=True)
@@ -81,11 +81,11 @@ def measure(llm: LLM, batch: int, pairs: int, steps: int) -> Cost:
             engine.add(prepare(f"{pair} {i}", prompt, params, None, llm.facts, arrival=time.monotonic(), cache_salt=f"{pair} {i}"))
         while engine.scheduler.num_waiting or engine.scheduler.num_running < batch:
             engine.step()
-        _seconds(llm, WARM, True)
+        _seconds(llm, ledger, WARM, True)
         spent = {True: 0.0, False: 0.0}
         first = bool(pair % 2)
         for on in (first, not first, not first, first):
-            spent[on] += _seconds(llm, -(-steps // 2), on)
+            spent[on] += _seconds(llm, ledger, -(-steps // 2), on)
         for on, seconds in spent.items():
             rates[on].append(2 * -(-steps // 2) / seconds)
         engine.recording = True
@@ -95,8 +95,8 @@ def measure(llm: LLM, batch: int, pairs: int, steps: int) -> Cost:
     return Cost(batch, pairs, median(rates[True][1:]), median(rates[False][1:]), median(ratios), lower_bound(ratios))
 
 
-def _seconds(llm: LLM, steps: int, on: bool) -> float:
-    engine, ledger = llm.engine, Ledger(llm.engine.costs)
+def _seconds(llm: LLM, ledger: Ledger, steps: int, on: bool) -> float:
+    engine = llm.engine
     engine.recording = on
     engine.records.clear()
     begin = time.perf_counter()

@@ -55,10 +55,10 @@ class StepShape:
 
 def shape_of(starts: np.ndarray, counts: np.ndarray, samples: np.ndarray, windows: Sequence[int | None], padded: int = 0) -> StepShape:
     """Of a StepPlan's rows: tokens before each row's own, its tokens, whether it yields one. windows: of each cache group (CostTable.windows)."""
-    if len(starts) and samples.all() and counts.max() == 1:  # decodes alone, the most of steps: a quarter of the time
-        rows, ends = len(starts), starts + 1
-        whole = int(ends.sum(dtype=np.int64))
-        seen = tuple(whole if window is None else int(np.minimum(ends, window).sum(dtype=np.int64)) for window in windows)
+    if (rows := len(starts)) and False not in samples.tolist() and max(counts.tolist()) == 1:
+        # decodes alone, the most of steps, and of few rows: Python's own numbers take 2 us where numpy's take 9
+        before = starts.tolist()
+        seen = tuple(sum(before) + rows if window is None else sum(min(n + 1, window) for n in before) for window in windows)
         return StepShape(rows, rows, seen, seen, seen, rows, rows, padded)
     counts, ends = counts.astype(np.int64), starts.astype(np.int64) + counts
     tokens, sampled = int(counts.sum()), int(samples.sum())
