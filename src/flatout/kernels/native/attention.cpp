@@ -92,14 +92,16 @@ FLATOUT_API int flatout_attention(const FlatoutAttention* attention) {
     });
   }
   share_ranges(jobs, jobs, 1, [&](int64_t begin, int64_t end) {
+    if (tiles) amx::begin(a);
     for (int64_t j = begin; j < end; j++) {
       const int64_t first = first_key(a, job[j].index) + job[j].piece * kPiece, keys = a.kv_lens[a.rows[job[j].index]];
-      const int64_t count = std::min(kPiece, keys - first), more = std::min(kPiece, keys - first - count);
-      int64_t at[2 * kPiece];
-      find(a, job[j].index, first, count + more, at);
-      if (tiles) amx::attend(a, at, count, more, query_of(job[j].index), pieces[j]);
+      const int64_t count = std::min(kPiece, keys - first);
+      int64_t at[kPiece];
+      find(a, job[j].index, first, count, at);
+      if (tiles) amx::attend(a, at, count, query_of(job[j].index), pieces[j]);
       else k.attend(a, job[j].index, at, count, pieces[j]);
     }
+    if (tiles) amx::end();
   });
   share_ranges(a.count, jobs * a.heads * a.dim, kPartMerge, [&](int64_t begin, int64_t end) {
     int64_t j = 0;
