@@ -68,7 +68,8 @@ FLATOUT_API int flatout_attention(const FlatoutAttention* attention) {
   struct Job {
     int32_t index, piece;
   };
-  const int64_t floats = a.heads * (2 + a.dim + kPiece), stride = (floats + 15) / 16 * 16;
+  const int64_t heads = (a.heads + 15) / 16 * 16;  // of which a vector is read at a time
+  const int64_t stride = 2 * heads + a.heads * (a.dim + kPiece);
   const bool tiles = amx::attends(a);
   const int64_t query = tiles ? amx::query_bytes(a) : 0;
   char* memory = scratch.at_least(static_cast<size_t>(a.count) * query + static_cast<size_t>(jobs) * (stride * sizeof(float) + sizeof(AttentionPiece) + sizeof(Job)));
@@ -82,7 +83,7 @@ FLATOUT_API int flatout_attention(const FlatoutAttention* attention) {
   for (int64_t i = 0; i < a.count; i++) {
     for (int64_t p = 0; p < pieces_of(a, i); p++, n++, at += stride) {
       job[n] = {static_cast<int32_t>(i), static_cast<int32_t>(p)};
-      pieces[n] = {at + a.heads * (a.dim + kPiece), at + a.heads * (a.dim + kPiece + 1), at, at + a.heads * a.dim};
+      pieces[n] = {at, at + heads, at + 2 * heads, at + 2 * heads + a.heads * a.dim};
     }
   }
   Turn turn;
