@@ -1,6 +1,6 @@
-// Attention of single queries by AMX, where the cache is bfloat16: scores alone. A tile's 16 rows are keys as they lie in the cache, its columns the
-// query heads of a KV head, as bfloat16. Values are mixed in float32 from bfloat16 as they lie. attention.cpp, which calls this in place of
-// attention.inc's, cuts contexts and merges.
+// Attention of single queries by AMX, where the cache is bfloat16: scores and values. A tile's 16 rows are keys, or values, as they lie in the cache;
+// queries and weights, of the query heads of a KV head, are rounded to bfloat16, sums are float32. attention.cpp, which calls this in place of
+// attention.inc's, cuts contexts and merges. Nothing is asked for ahead: the processor does so by itself, and instructions for it cost more.
 
 #include "amx.h"
 
@@ -9,8 +9,6 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <cstring>
-#include <limits>
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-bf16")
@@ -71,7 +69,7 @@ struct Held {
 };
 
 // Tiles: 0 and 1 scores [16 keys][heads], 2 a query [16 pairs of columns][heads][2], 3 and 4 keys or values as they lie [16][32], 5 and 6 values
-// weighed [heads][even columns, odd ones][16], 7 weights.
+// weighed [heads][even columns, odd columns][16], 7 weights.
 Config config_of(int heads) {
   Config config;
   for (const int scores : {0, 1, 2}) config.bytes[scores] = static_cast<uint16_t>(4 * heads);
@@ -97,15 +95,15 @@ void score(const Held& keys, const uint16_t* query, int columns, int64_t dim, fl
         tile = keys.tile(t + kTileKeys, d, copied, stride);
         _tile_loadd(4, tile, stride);
         _tile_dpbf16ps(1, 4, 2);
-        }
+      }
     }
     _tile_stored(0, to + t * columns, 4 * columns);
     if (two) _tile_stored(1, to + (t + kTileKeys) * columns, 4 * columns);
   }
 }
 
-// Weights of a KV head's query heads, bfloat16. A row is 16 keys of one head, each in the first place of a pair whose other is zero, and then in the
-// second: so a tile of values as they lie gives sums of its even columns and of its odd ones.
+// Weights of a KV head's query heads, bfloat16. A row is 16 keys of one head, each in the first place of a pair whose other is zero, and the next row
+// the same in the second place: so a tile of values as they lie gives sums of its even columns and of its odd ones.
 struct Weights {
   alignas(64) uint32_t words[kPiece / kTileKeys][2 * kMostHeads][kTileKeys];
 };
@@ -116,7 +114,8 @@ inline void turn(const __m512* from, __m512* to) {
   if constexpr (columns == 1) {
     to[0] = from[0];
   } else {
-    const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
+    const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
     __m512 even[columns / 2], odd[columns / 2], even_to[columns / 2], odd_to[columns / 2];
 #pragma GCC unroll 4
     for (int i = 0; i < columns / 2; i++) {
@@ -142,7 +141,7 @@ inline __m512 folded(__m512 v) {
   return v;
 }
 
-// Scores become weights.
+// Scores [keys][columns] become weights, measured by their largest and rounded, and their sum that of what they were rounded to.
 template <int heads>
 void weigh(const FlatoutAttention& a, float* scores, int64_t count, Weights& to, float* peaks, float* sums) {
   constexpr int columns = columns_of(heads);
@@ -205,7 +204,7 @@ void mix(const Held& values, const Weights& weights, int heads, int64_t dim, flo
         tile = values.tile(t, d + 32, copied, stride);
         _tile_loadd(4, tile, stride);
         _tile_dpbf16ps(6, 7, 4);
-        }
+      }
     }
     _tile_stored(5, sums[0], 64);
     _tile_stored(6, sums[1], 64);
@@ -253,7 +252,8 @@ void attend(const FlatoutAttention& a, const int64_t* at, int64_t count, const u
   for (int kv = 0; kv < a.kv_heads; kv += together) {
     const int last = std::min(kv + together, a.kv_heads);
     for (int i = kv; i < last; i++) {
-      score({keys + i * dim, at, count, apart, place, a.block_size}, query + i * columns * dim, columns, dim, scores + (i - kv) * columns * kPiece);
+      const Held own{keys + i * dim, at, count, apart, place, a.block_size};
+      score(own, query + i * columns * dim, columns, dim, scores + (i - kv) * columns * kPiece);
     }
     for (int i = kv; i < last; i++) {
       weighs[heads - 1](a, scores + (i - kv) * columns * kPiece, count, weights, to.largest + i * heads, to.total + i * heads);
@@ -275,7 +275,9 @@ namespace amx {
 bool attends(const FlatoutAttention&) { return false; }
 int64_t query_bytes(const FlatoutAttention&) { return 0; }
 void lay_query(const FlatoutAttention&, int64_t, uint16_t*) {}
-void attend(const FlatoutAttention&, int64_t, int64_t, int64_t, const uint16_t*, const AttentionPiece&) {}
+void begin(const FlatoutAttention&) {}
+void attend(const FlatoutAttention&, const int64_t*, int64_t, const uint16_t*, const AttentionPiece&) {}
+void end() {}
 
 }  // namespace amx
 }  // namespace flatout

@@ -43,9 +43,10 @@ void find(const FlatoutAttention& a, int64_t index, int64_t first, int64_t count
   const int32_t* table = a.tables + (a.table_rows ? a.table_rows[row] : row) * a.table_stride;
   const int shift = __builtin_ctz(static_cast<unsigned>(a.block_size));
   const int64_t width = a.kv_heads * head_elements(a.cache_type, a.dim);
-  for (int64_t t = 0; t < count; t++) {
-    const int64_t position = first + t, within = position & (a.block_size - 1);
-    at[t] = t && within ? at[t - 1] + width : ((static_cast<int64_t>(table[position >> shift]) << shift) + within) * width;
+  for (int64_t t = 0; t < count;) {
+    const int64_t position = first + t, within = position & (a.block_size - 1), end = std::min(count, t + a.block_size - within);
+    const int64_t begin = ((static_cast<int64_t>(table[position >> shift]) << shift) + within - t) * width;
+    for (; t < end; t++) at[t] = begin + t * width;
   }
 }
 
