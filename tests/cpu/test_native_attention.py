@@ -81,11 +81,24 @@ def test_a_row_has_the_same_bits_alone_and_in_company(isa):
         assert torch.equal(alone[0], together[index])
 
 
+@pytest.mark.parametrize("group", range(1, 9))
+def test_what_all_values_are_comes_back(isa, group):
+    """However weights are rounded, they make one in all: with nothing lost between pieces, tiles and lanes."""
+    spec = spec_of(2 * group, 2, 96, None)
+    rows = [(length - 1, 1) for length in (1, 17, 64, 100, 300)]
+    case = case_of(rows, spec, torch.bfloat16)
+    value = torch.linspace(-3, 3, 2 * 96).bfloat16().view(2, 96)
+    case.v_cache[:] = value
+    out = case.run(next(i.run for i in attention.implementations if i.name == "in place"), plan_of(spec, rows, case.table, torch.bfloat16))
+    torch.testing.assert_close(out.view(len(rows), 2, group, 96), value[:, None].expand(len(rows), 2, group, 96), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("part", ["k_cache", "v_cache"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_that_are_none_stay_so(isa, dtype):
+def test_numbers_that_are_none_stay_so(isa, dtype, part):
     spec = spec_of(2, 1, 32, None)
     case = case_of([(40, 1), (5, 1)], spec, dtype)
-    case.k_cache[case.table[0, 3] * 4] = float("nan")
+    getattr(case, part)[case.table[0, 3] * 4] = float("nan")
     work = plan_of(spec, case.rows, case.table, dtype)
     out = case.run(next(i.run for i in attention.implementations if i.name == "in place"), work)
     assert out[0].isnan().all() and out[1].isfinite().all()

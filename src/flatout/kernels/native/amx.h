@@ -27,8 +27,10 @@ int chunk(const FlatoutChunk& chunk);  // flatout_chunk(), where available()
 bool attends(const FlatoutAttention& attention);
 int64_t query_bytes(const FlatoutAttention& attention);
 void lay_query(const FlatoutAttention& attention, int64_t index, uint16_t* to);
-// As the table's, and at[count ... count + more - 1]: the keys of the next piece.
-void attend(const FlatoutAttention& attention, const int64_t* at, int64_t count, int64_t more, const uint16_t* query, const AttentionPiece& to);
+// As the table's, between begin() and end(), which set this thread's tiles up and give them back.
+void begin(const FlatoutAttention& attention);
+void attend(const FlatoutAttention& attention, const int64_t* at, int64_t count, const uint16_t* query, const AttentionPiece& to);
+void end();
 
 }  // namespace amx
 }  // namespace flatout

@@ -43,9 +43,10 @@ void find(const FlatoutAttention& a, int64_t index, int64_t first, int64_t count
   const int32_t* table = a.tables + (a.table_rows ? a.table_rows[row] : row) * a.table_stride;
   const int shift = __builtin_ctz(static_cast<unsigned>(a.block_size));
   const int64_t width = a.kv_heads * head_elements(a.cache_type, a.dim);
-  for (int64_t t = 0; t < count; t++) {
-    const int64_t position = first + t, within = position & (a.block_size - 1);
-    at[t] = t && within ? at[t - 1] + width : ((static_cast<int64_t>(table[position >> shift]) << shift) + within) * width;
+  for (int64_t t = 0; t < count;) {
+    const int64_t position = first + t, within = position & (a.block_size - 1), end = std::min(count, t + a.block_size - within);
+    const int64_t begin = ((static_cast<int64_t>(table[position >> shift]) << shift) + within - t) * width;
+    for (; t < end; t++) at[t] = begin + t * width;
   }
 }
 
@@ -68,7 +69,8 @@ FLATOUT_API int flatout_attention(const FlatoutAttention* attention) {
   struct Job {
     int32_t index, piece;
   };
-  const int64_t floats = a.heads * (2 + a.dim + kPiece), stride = (floats + 15) / 16 * 16;
+  const int64_t heads = (a.heads + 15) / 16 * 16;  // of which a vector is read at a time
+  const int64_t stride = 2 * heads + a.heads * (a.dim + kPiece);
   const bool tiles = amx::attends(a);
   const int64_t query = tiles ? amx::query_bytes(a) : 0;
   char* memory = scratch.at_least(static_cast<size_t>(a.count) * query + static_cast<size_t>(jobs) * (stride * sizeof(float) + sizeof(AttentionPiece) + sizeof(Job)));
@@ -82,7 +84,7 @@ FLATOUT_API int flatout_attention(const FlatoutAttention* attention) {
   for (int64_t i = 0; i < a.count; i++) {
     for (int64_t p = 0; p < pieces_of(a, i); p++, n++, at += stride) {
       job[n] = {static_cast<int32_t>(i), static_cast<int32_t>(p)};
-      pieces[n] = {at + a.heads * (a.dim + kPiece), at + a.heads * (a.dim + kPiece + 1), at, at + a.heads * a.dim};
+      pieces[n] = {at, at + heads, at + 2 * heads, at + 2 * heads + a.heads * a.dim};
     }
   }
   Turn turn;
@@ -92,14 +94,16 @@ FLATOUT_API int flatout_attention(const FlatoutAttention* attention) {
     });
   }
   share_ranges(jobs, jobs, 1, [&](int64_t begin, int64_t end) {
+    if (tiles) amx::begin(a);
     for (int64_t j = begin; j < end; j++) {
       const int64_t first = first_key(a, job[j].index) + job[j].piece * kPiece, keys = a.kv_lens[a.rows[job[j].index]];
-      const int64_t count = std::min(kPiece, keys - first), more = std::min(kPiece, keys - first - count);
-      int64_t at[2 * kPiece];
-      find(a, job[j].index, first, count + more, at);
-      if (tiles) amx::attend(a, at, count, more, query_of(job[j].index), pieces[j]);
+      const int64_t count = std::min(kPiece, keys - first);
+      int64_t at[kPiece];
+      find(a, job[j].index, first, count, at);
+      if (tiles) amx::attend(a, at, count, query_of(job[j].index), pieces[j]);
       else k.attend(a, job[j].index, at, count, pieces[j]);
     }
+    if (tiles) amx::end();
   });
   share_ranges(a.count, jobs * a.heads * a.dim, kPartMerge, [&](int64_t begin, int64_t end) {
     int64_t j = 0;

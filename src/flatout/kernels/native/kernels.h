@@ -47,7 +47,7 @@ constexpr int64_t kPiece = 64;  // keys: two threads share a short context, too
 
 // What a row's query heads found among some of its keys.
 struct AttentionPiece {
-  float *largest, *total;  // [heads]: score, sum of exponentials
+  float *largest, *total;  // [heads, and up to a multiple of 16 anything]: score, sum of exponentials
   float* mixed;            // [heads][dim]: values weighted by the exponentials
   float* scores;           // [heads][kPiece], scratch
 };
