@@ -71,6 +71,27 @@ class BlockingLog(Fault):
         before(RequestLog, "write", sleeping(0.1))
 
 
+class SmallBuffers(Fault):
+    """Sockets and transports hold a hundredth of what they would: streams of seconds fill them as those of minutes do otherwise."""
+
+    def front(self) -> None:
+        import socket
+
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
+        from flatout.server import launch
+
+        before(H11Protocol, "connection_made", lambda _, transport: transport.set_write_buffer_limits(512))
+        real = launch.bind
+
+        def bind(host: str, port: int) -> socket.socket:
+            listener = real(host, port)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            return listener
+
+        launch.bind = bind
+
+
 class ManyThreads(Fault):
     """As where a container's quota is not seen: more threads than cores."""
 

@@ -5,7 +5,7 @@ See rules.py, which calls it last. No I/O.
 
 from __future__ import annotations
 
-from flatout.ledger.signals import Signals, count, percent
+from flatout.ledger.signals import Signals, count, in_words, percent, seconds
 from flatout.ledger.verdict import Verdict
 
 IDLE = 0.5  # of the window: half of it had nothing to do
@@ -17,6 +17,13 @@ def state(s: Signals, nothing_wrong: bool) -> Verdict:
     a = s.account
     idle = a.parts["idle"] / a.seconds if a.seconds > 0 else 1.0
     good = "Nothing is wrong: " if nothing_wrong else ""
+    if not a.steps and a.parts["underway"] > IDLE * a.seconds:
+        return Verdict(
+            "step under way",
+            f"One step has been running for {in_words(a.parts['underway'])} or longer: a very long prompt, or a device that hangs.",
+            (seconds("under way", a.parts["underway"]), count("requests running", s.gauges.get("running", 0))),
+            "smaller chunks of prompts (--max-num-batched-tokens 256, --enable-chunked-prefill)",
+        )
     if idle >= IDLE or not a.steps:
         asked = f"{s.got('requests') / s.seconds:.2g} requests a second come" if s.seconds else "no request came"
         return Verdict(
