@@ -1,6 +1,6 @@
 """What test_faults.py injects, under which load, and how a verdict is had; as a script it runs one case by name and shows all that the rules saw.
 
-    PYTHONPATH=src:tests python tests/doctor/fault_cases.py slow_tokeniser
+PYTHONPATH=src:tests python tests/doctor/fault_cases.py slow_tokeniser
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ async def _judged(case: Case, url: str, log: Path) -> list[Verdict]:
         load = case.load if not isinstance(case.load, Load) else lambda e, _s: run_load(e, Dialect("smollm2"), case.load)
         work = asyncio.ensure_future(load(endpoint, case.warm + case.seconds + 2))
         await asyncio.sleep(case.warm + case.seconds + 1)  # the second that is being filled does not count
-        reply = json.loads((await endpoint.get(f"/ledger?seconds={case.seconds}", 20)).body)
+        reply = json.loads((await endpoint.get(f"/ledger?seconds={case.seconds}", 120)).body)
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
         assert "models" in reply, f"{reply} {log.read_text()[-2000:]}"
@@ -234,5 +234,9 @@ if __name__ == "__main__":
             right = (found[0].constraint == case.names) if case.names else found[0].healthy
             print(f"{'ok  ' if right else 'MISS'} {name}: {time.monotonic() - begin:.1f} s", flush=True)
             for verdict in found[: 1 if right and not os.environ.get("FAULTS_SHOW") else 4]:
-                print(f"     {verdict.constraint} x{verdict.factor:.2f}: {verdict.sentence}", [e.what + " " + e.shown for e in verdict.evidence], flush=True)
+                print(
+                    f"     {verdict.constraint} x{verdict.factor:.2f}: {verdict.sentence}",
+                    [e.what + " " + e.shown for e in verdict.evidence],
+                    flush=True,
+                )
         servers.close()

@@ -87,7 +87,7 @@ def _faults(s: Signals) -> Found | None:
 
 
 def _cold_load(s: Signals) -> Found | None:
-    loaded, weights = s.settings.get("start", {}).get("load", 0.0), s.settings.get("weight_bytes", 0)
+    loaded, weights = s.settings.get("start", {}).get("weights", 0.0), s.settings.get("weight_bytes", 0)
     read = s.at_start.get("disk_read", 0.0)
     if not 0 < s.uptime < YOUNG or not weights or loaded < LOAD or read < DISK * weights:
         return None
@@ -96,7 +96,7 @@ def _cold_load(s: Signals) -> Found | None:
         (
             count("from the disk", read / 1e6, "MB"),
             seconds("loading", loaded),
-            *(seconds(f"start: {name}", value) for name, value in s.settings["start"].items() if name != "load"),
+            *(seconds(f"start: {name}", value) for name, value in s.settings["start"].items() if name != "weights"),
         ),
         gained(loaded / (s.uptime + loaded)),
         START,

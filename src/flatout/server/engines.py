@@ -14,8 +14,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from itertools import islice
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from flatout.ledger.account import Marks, RequestAccount, SequenceTimes, account_of
