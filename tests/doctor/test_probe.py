@@ -262,7 +262,7 @@ def test_errors_are_one_line_with_the_mend(doctor, fake, argv, says):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "doctor: say whose: --url"),
+        ([], "doctor: say whose: http"),
         (["hardwar"], "no such verb (did you mean doctor hardware?)"),
         (["--url", "ftp://x"], "--url: 'ftp://x' is no address"),
         (["--url", "http://127.0.0.1:1"], "nobody answers"),
