@@ -233,7 +233,12 @@ def test_the_json(doctor):
     report = json.loads(out)
     assert code == 0 and "secret-key" not in out
     assert report["verdicts"][0]["constraint"] == "healthy"
-    assert report["verdicts"][0]["evidence"][0] == {"what": "one stream", "value": pytest.approx(94.3, rel=0.02), "unit": "tok/s"}
+    assert report["verdicts"][0]["evidence"][0] == {
+        "what": "one stream",
+        "value": pytest.approx(94.3, rel=0.02),
+        "unit": "tok/s",
+        "shown": "94 tok/s",
+    }
     assert [p["streams"] for p in report["concurrency"]] == [1, 2, 4, 8, 16, 32]
 
 
@@ -257,7 +262,7 @@ def test_errors_are_one_line_with_the_mend(doctor, fake, argv, says):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "doctor: say whose: --url"),
+        ([], "doctor: say whose: http"),
         (["hardwar"], "no such verb (did you mean doctor hardware?)"),
         (["--url", "ftp://x"], "--url: 'ftp://x' is no address"),
         (["--url", "http://127.0.0.1:1"], "nobody answers"),

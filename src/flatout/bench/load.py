@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from flatout.cli.endpoint import add_endpoint_flags, endpoint_of
-from flatout.cli.flags import Parser, UsageError
+from flatout.cli.flags import Parser, UsageError, lengths
 from flatout.cli.terminal import say, table
 from flatout.client.completions import learn
 from flatout.client.load import Figures, Load, Spread, run_load, sized
@@ -37,15 +37,6 @@ FLAGS = {  # field of Load -> flag, how its value is written, what it is
     "seed": ("--seed", "N", "the same seed sends the same prompts; by the clock, so that no cache has them, unless given"),
 }
 COMMON = {"clients", "rate", "requests", "seconds", "prompt", "output"}
-
-
-def lengths(text: str) -> tuple[int, int]:
-    """ "128" or "64:512"."""
-    low, _, high = text.partition(":")
-    try:
-        return int(low), int(high or low)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a length; write 128 or 64:512") from None
 
 
 READERS = {"clients": int, "requests": int, "shared": int, "groups": int, "seed": int, "prompt": lengths, "output": lengths}

@@ -20,7 +20,7 @@ VERBS = {  # verb -> (module with configure() and run(), what follows it, what i
     "chat": ("flatout.cli.chat", "[MODEL]", "talk with a model in the terminal"),
     "serve": ("flatout.cli.serve", "[MODEL]", "an OpenAI-compatible HTTP server"),
     "tune": ("flatout.cli.tune", "[MODEL]", "choose a GPU's matrix products by whole steps, once"),
-    "doctor": ("flatout.cli.doctor.url", "--url URL", "what limits a running server, anybody's"),
+    "doctor": ("flatout.cli.doctor.url", "URL|MODEL", "what limits a running server, anybody's, or a model under load here"),
     "doctor hardware": ("flatout.cli.doctor.hardware", "", "what this machine is, and gives when measured"),
     "doctor selfcheck": ("flatout.cli.doctor.selfcheck", "[MODEL]", "hold a model's fast arithmetic against float32"),
     "doctor plan": ("flatout.cli.doctor.plan", "[MODEL]", "what fits and how fast it would be, before loading"),
@@ -67,8 +67,8 @@ def _run(arguments: list[str]) -> int:
     if rest and f"{verb} {rest[0]}" in VERBS:
         verb, rest = f"{verb} {rest[0]}", rest[1:]
     inner = [v for v in VERBS if v.startswith(f"{verb} ")]
-    if verb in VERBS and inner and rest and not rest[0].startswith("-"):
-        raise UsageError(f"{verb} {rest[0]}: no such verb{nearest(f'{verb} {rest[0]}', inner)}; say {verb} --url URL, {' or '.join(inner)}")
+    if verb in VERBS and rest and (near := nearest(rest[0], [v.rpartition(" ")[2] for v in inner])):
+        raise UsageError(f"{verb} {rest[0]}: no such verb{near}; say {verb} URL, {verb} MODEL, {' or '.join(inner)}")
     if verb not in VERBS:
         raise UsageError(
             f"{verb}: say {' or '.join(inner)}" if inner else f"{verb!r} is not a verb{nearest(verb, VERBS)}; see flatout --help"

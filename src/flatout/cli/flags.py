@@ -145,6 +145,15 @@ def chosen(args: argparse.Namespace, name: str, known: Iterable[str]) -> list[st
     return words
 
 
+def lengths(text: str) -> tuple[int, int]:
+    """ "128" or "64:512", as (least, most)."""
+    low, _, high = text.partition(":")
+    try:
+        return int(low), int(high or low)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a length; write 128 or 64:512") from None
+
+
 def config_options(args: argparse.Namespace, skip: Iterable[str] = ()) -> dict[str, Any]:
     """The Config options that were given, by flat name."""
     return given(args, (name for name in Config.owners() if name not in skip))

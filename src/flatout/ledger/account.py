@@ -26,7 +26,8 @@ class Marks:
     ended: float = 0.0  # its answer was sent, or given up
     # beside what it waited for, and hidden behind it as far as the engine was at work meanwhile
     detokenise_s: float = 0.0
-    stalled_s: float = 0.0  # the client did not read what was sent
+    stalled_s: float = 0.0  # the client did not read what was sent,
+    sending: float = 0.0  # and what is being sent since then waits for it still; 0: nothing
     late_stall_s: float = 0.0  # of that, after the last token
 
 
@@ -109,7 +110,9 @@ def account_of(marks: Marks, sequences: list[SequenceTimes], prompt_tokens: int,
     parts["decode"] = decode - in_decode
     parts["preempted"] = preempted
     parts["detokenise"] = detokenise
-    client = min(marks.late_stall_s, tail)
+    blocked = now - marks.sending if marks.sending and not marks.ended else 0.0
+    late = marks.late_stall_s + (min(blocked, now - marks.texted) if marks.texted else 0.0)
+    client = min(late, tail)
     parts["client"] = client
     parts["reply"] = tail - client
     firsts = [s.first_token for s in sequences if s.first_token]
@@ -117,7 +120,7 @@ def account_of(marks: Marks, sequences: list[SequenceTimes], prompt_tokens: int,
         total=moments[-1] - moments[0],
         parts=parts,
         detokenise=marks.detokenise_s,
-        client=marks.stalled_s,
+        client=marks.stalled_s + blocked,
         ttft=min(firsts) - marks.accepted if firsts else None,
         tpot=(finished - first) / (last.tokens - 1) if last.tokens > 1 and timing.first_token else None,
         prompt_tokens=prompt_tokens,

@@ -22,8 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flatout.config import Config, ServerConfig
 from flatout.ledger.account import Marks
+from flatout.ledger.ledger import SECONDS_KEPT
 from flatout.request import RequestError
 from flatout.server import openai
+from flatout.server.diagnosis import WINDOW
 from flatout.server.engines import ClientGone, ServedModel
 from flatout.server.mailbox import Deep
 from flatout.server.metrics import CONTENT_TYPE, exposition
@@ -63,13 +65,13 @@ def make_app(models: Models, config: Config, server: ServerConfig) -> ASGIApp:
         return Response(exposition(served), media_type=CONTENT_TYPE)
 
     async def ledger(request: Request) -> Response:
-        """Each model's account and its cost table. ?deep=N: so many steps from now on tell their ops apart."""
-        if (deep := request.query_params.get("deep")) is not None:
-            if not (deep.isdecimal() and 0 < int(deep) <= MOST_DEEP):
-                raise ApiError(400, f"deep: must be a whole number from 1 to {MOST_DEEP}, got {deep!r}", param="deep", code="invalid_value")
+        """Each model's account, what limits it and its cost table. ?deep=N: so many steps from now on tell their ops apart; ?seconds=N: verdicts
+        over so many."""
+        if deep := _number(request, "deep", MOST_DEEP):
             for model in models.values():
-                model.send(Deep(int(deep)))
-        return _json({"models": {m.name: m.accounts() for m in models.values()}})
+                model.send(Deep(deep))
+        seconds = _number(request, "seconds", SECONDS_KEPT) or WINDOW
+        return _json({"models": {m.name: m.accounts(seconds) for m in models.values()}})
 
     async def list_models(request: Request) -> Response:
         return _json(ModelList(data=[_model(m) for m in models.values()]))
@@ -137,6 +139,16 @@ def _model(model: ServedModel) -> Model:
     if model.trouble is not None or model.facts is None:
         raise ApiError.unavailable(model.trouble or "the model is loading")
     return Model(id=model.name, created=model.created, root=model.facts.model, max_model_len=model.facts.max_model_len)
+
+
+def _number(request: Request, name: str, most: int) -> int:
+    """Of the query; 0 where it is not given. Raises ApiError 400."""
+    given = request.query_params.get(name)
+    if given is None:
+        return 0
+    if not (given.isdecimal() and 0 < int(given) <= most):
+        raise ApiError(400, f"{name}: must be a whole number from 1 to {most}, got {given!r}", param=name, code="invalid_value")
+    return int(given)
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

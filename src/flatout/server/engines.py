@@ -13,14 +13,18 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from flatout.ledger.account import Marks, RequestAccount, SequenceTimes, account_of
+from flatout.ledger.heads import Likeness
 from flatout.ledger.ledger import Ledger
 from flatout.ledger.table import table_from
+from flatout.ledger.verdict import Verdict
 from flatout.request import FinishReason, ModelFacts, Output, PositionLogprobs, Request
+from flatout.server.diagnosis import MOST_OPEN, WINDOW, Diagnosis
 from flatout.server.mailbox import Abort, Add, Alive, Down, EngineGone, Failed, FrontMailbox, Outputs, Ready, Refused, Steps, Up
 from flatout.server.metrics import Metrics
 from flatout.server.protocol import ApiError
@@ -103,6 +107,7 @@ class Flight:
         requests = [request for sequences in prompts for request in sequences]
         self.sequences = {request.key: Sequence(choice, request, model.tokenizer) for choice, request in enumerate(requests)}
         self._model = model
+        self._likenesses = [model.diagnosis.prompt(sequences[0].prompt_bytes) for sequences in prompts]
         self._error: ApiError | ClientGone | None = None
         self._begun: set[str] = set()  # prompts whose first token came
         self._wake = asyncio.Event()
@@ -151,6 +156,10 @@ class Flight:
         sequence.push(output)
         now = time.monotonic()
         self.marks.detokenise_s += now - begin
+        self._model.diagnosis.count("detokenise_s", now - begin)
+        if output.logprobs:
+            self._model.diagnosis.count("logprob_tokens", len(output.logprobs))
+            self._model.diagnosis.count("logprob_entries", sum(len(position.top) for position in output.logprobs))
         if count := sequence.completion_tokens - before:
             metrics.generation_tokens += count
             if times.first_token:
@@ -172,6 +181,12 @@ class Flight:
         """Where its time went: until its end, or so far."""
         prompt = sum(len(requests[0].prompt_ids) for requests in self.prompts)
         return account_of(self.marks, [s.times for s in self.sequences.values()], prompt, time.monotonic())
+
+    def prompts_seen(self) -> Iterator[tuple[Likeness, int, str, int]]:
+        """Of each prompt its likeness to others, cached tokens, the reason for no more, and its length."""
+        for requests, likeness in zip(self.prompts, self._likenesses):
+            times = self.sequences[requests[0].key].times
+            yield likeness, times.cached_tokens, times.miss_reason, len(requests[0].prompt_ids)
 
     def fail(self, error: ApiError | ClientGone) -> None:
         """Whoever takes gets the error; after the last token there is nothing left to fail."""
@@ -215,6 +230,7 @@ class ServedModel:
         self.start_lines: list[str] = []
         self.metrics = Metrics()
         self.ledger = Ledger()
+        self.diagnosis = Diagnosis(self.metrics, lambda: (flight.account() for flight in islice(set(self._flights.values()), MOST_OPEN)))
         self.log: Callable[[str], None] | None = None  # takes a line for each request that ended
         self.settled = asyncio.Event()  # the engine is ready, or down
         self._mailbox = mailbox
@@ -257,12 +273,15 @@ class ServedModel:
         account = flight.account()
         self.metrics.in_flight -= 1
         self.metrics.ended(account)
+        self.diagnosis.ended(account, flight.prompts_seen())
         for sequence in flight.sequences.values():
             if sequence.finish_reason is None:
                 self.metrics.finished[flight.reason] = self.metrics.finished.get(flight.reason, 0) + 1
         if self.log is not None:
             head = {"request": flight.prompts[0][0].id, "model": self.name, "end": flight.reason, "choices": len(flight.sequences)}
+            begin = time.monotonic()
             self.log(json.dumps({**head, **account.plain()}))
+            self.diagnosis.count("log_s", time.monotonic() - begin)
 
     def send(self, message: Down) -> None:
         """To a dead engine: lost, as its requests are; down() tells everybody when the process's end is noticed."""
@@ -281,28 +300,36 @@ class ServedModel:
                 if (flight := self._flights.get(id)) is not None:
                     self.metrics.refused += 1
                     flight.fail(ApiError.refused(name, text))
-            case Steps(records, state):
+            case Steps(records, state, at):
                 self.metrics.state = state
                 for record in records:
                     self.ledger.add(record)
-            case Ready(facts, lines, costs):
+                self.diagnosis.count("loop_late_s", max(0.0, self._heard - at))
+                self.diagnosis.count("looks", 1)
+            case Ready(facts, lines, costs, settings, vitals):
                 self.facts, self.start_lines = facts, lines
                 self.ledger = Ledger(table_from(costs) if costs else None)
+                self.diagnosis.ready(settings, vitals)
                 self.settled.set()
             case Failed(text):
                 self.down(text)
-            case Alive():
-                pass
+            case Alive(vitals, at):
+                self.diagnosis.look(self._heard - at, vitals)
 
-    def accounts(self) -> dict[str, Any]:
-        """For JSON: how the engine stands, its account by window (ledger.WINDOWS, and since the start), and its cost table."""
+    def accounts(self, seconds: int = WINDOW) -> dict[str, Any]:
+        """For JSON: how the engine stands, what limits it (verdicts over the last `seconds`, the first matters most), its account by window
+        (ledger.WINDOWS, and since the start), and its cost table."""
         state, table = self.metrics.state, self.ledger.table
         windows = self.ledger.windows(busy=state.running > 0)
         return {
             "state": {"running": state.running, "waiting": state.waiting, "in_flight": self.metrics.in_flight, "blocks": state.usage},
+            "verdict": [verdict.to_json() for verdict in self.verdicts(seconds)],
             "windows": {name: account.plain() for name, account in windows.items()},
             "table": table.plain() if table else None,
         }
+
+    def verdicts(self, seconds: int = WINDOW) -> list[Verdict]:
+        return self.diagnosis.verdicts(self.ledger, seconds)
 
     def down(self, reason: str) -> None:
         """The engine cannot go on: say why to everyone who waits and to all who come. The first reason stays."""

@@ -26,11 +26,11 @@ def _timed(send: Send, marks: Marks) -> Send:
     """Sending that adds the time it blocks to the marks."""
 
     async def timed(message: Message) -> None:
-        begin = time.monotonic()
+        marks.sending = begin = time.monotonic()
         try:
             await send(message)
         finally:
-            now = time.monotonic()
+            now, marks.sending = time.monotonic(), 0.0
             marks.stalled_s += now - begin
             if marks.texted:
                 marks.late_stall_s += now - max(begin, marks.texted)
