@@ -20,10 +20,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from flatout import __version__
 from flatout.config import Config, ServerConfig
 from flatout.ledger.account import Marks
 from flatout.request import RequestError
 from flatout.server import openai
+from flatout.server.dashboard import PAGE_HEADERS, page
 from flatout.server.engines import ClientGone, ServedModel
 from flatout.server.mailbox import Deep
 from flatout.server.metrics import CONTENT_TYPE, exposition
@@ -31,6 +33,7 @@ from flatout.server.protocol import ApiError
 from flatout.server.replies import Model, ModelList, encode
 
 MOST_DEEP = 1000  # steps asked for at once: on a GPU they run op by op
+LATEST = 1 << 53  # a second
 TEXT_THREADS = 4  # prepare requests; a long prompt takes one for its whole tokenising
 Models = Mapping[str, ServedModel]
 
@@ -63,13 +66,15 @@ def make_app(models: Models, config: Config, server: ServerConfig) -> ASGIApp:
         return Response(exposition(served), media_type=CONTENT_TYPE)
 
     async def ledger(request: Request) -> Response:
-        """Each model's account and its cost table. ?deep=N: so many steps from now on tell their ops apart."""
-        if (deep := request.query_params.get("deep")) is not None:
-            if not (deep.isdecimal() and 0 < int(deep) <= MOST_DEEP):
-                raise ApiError(400, f"deep: must be a whole number from 1 to {MOST_DEEP}, got {deep!r}", param="deep", code="invalid_value")
+        """Each model's account and its cost table. ?deep=N: so many steps from now on tell their ops apart. ?since=SECOND: for viewers."""
+        if (deep := _whole(request, "deep", MOST_DEEP)) is not None:
             for model in models.values():
-                model.send(Deep(int(deep)))
-        return _json({"models": {m.name: m.accounts() for m in models.values()}})
+                model.send(Deep(deep))
+        since = _whole(request, "since", LATEST)
+        return _json({"version": __version__, "models": {m.name: m.accounts(since) for m in models.values()}})
+
+    async def dashboard(request: Request) -> Response:
+        return Response(page(), media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
     async def list_models(request: Request) -> Response:
         return _json(ModelList(data=[_model(m) for m in models.values()]))
@@ -79,6 +84,7 @@ def make_app(models: Models, config: Config, server: ServerConfig) -> ASGIApp:
 
     app = Starlette(
         routes=[
+            Route("/", dashboard),
             Route("/health", health),
             Route("/metrics", metrics),
             Route("/ledger", ledger),
@@ -100,13 +106,13 @@ def make_app(models: Models, config: Config, server: ServerConfig) -> ASGIApp:
 
 
 class _Guard:
-    """Asks for the key on every route but /health."""
+    """Asks for the key on every route but /health and the dashboard's page, which holds no figures and asks for it too."""
 
     def __init__(self, app: ASGIApp, key: str):
         self._app, self._key = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
+        if scope["type"] == "http" and scope["path"] not in ("/", "/health"):
             scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             # the scheme in any case (RFC 7235, 2.1); comparing the key takes the same time however much of it is right
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given.lstrip(b" "), self._key):
@@ -130,6 +136,14 @@ async def _body(request: Request, limit: int) -> bytes:
         if size > limit:
             raise too_large
     return b"".join(pieces)
+
+
+def _whole(request: Request, name: str, most: int) -> int | None:
+    """A parameter of the query; None where it is not given. Raises ApiError 400."""
+    given = request.query_params.get(name)
+    if given is not None and not (given.isdecimal() and 0 < int(given) <= most):
+        raise ApiError(400, f"{name}: must be a whole number from 1 to {most}, got {given!r}", param=name, code="invalid_value")
+    return None if given is None else int(given)
 
 
 def _model(model: ServedModel) -> Model:

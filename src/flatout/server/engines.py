@@ -14,13 +14,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import msgspec
 
 from flatout.ledger.account import Marks, RequestAccount, SequenceTimes, account_of
 from flatout.ledger.ledger import Ledger
 from flatout.ledger.table import table_from
 from flatout.request import FinishReason, ModelFacts, Output, PositionLogprobs, Request
+from flatout.server.live import REQUESTS, Live, Seen
 from flatout.server.mailbox import Abort, Add, Alive, Down, EngineGone, Failed, FrontMailbox, Outputs, Ready, Refused, Steps, Up
 from flatout.server.metrics import Metrics
 from flatout.server.protocol import ApiError
@@ -158,6 +161,7 @@ class Flight:
             else:
                 times.first_token = begin
                 metrics.ttft.observe(begin - self.marks.accepted)
+                self._model.live.first_token(begin, begin - self.marks.accepted)
             times.tokens, times.latest = sequence.completion_tokens, begin
         if output.id not in self._begun:
             self._begun.add(output.id)
@@ -172,6 +176,9 @@ class Flight:
         """Where its time went: until its end, or so far."""
         prompt = sum(len(requests[0].prompt_ids) for requests in self.prompts)
         return account_of(self.marks, [s.times for s in self.sequences.values()], prompt, time.monotonic())
+
+    def seen(self) -> Seen:
+        return Seen(self.prompts[0][0].id, self.marks.accepted, self.reason, self.account())
 
     def fail(self, error: ApiError | ClientGone) -> None:
         """Whoever takes gets the error; after the last token there is nothing left to fail."""
@@ -215,6 +222,7 @@ class ServedModel:
         self.start_lines: list[str] = []
         self.metrics = Metrics()
         self.ledger = Ledger()
+        self.live = Live()
         self.log: Callable[[str], None] | None = None  # takes a line for each request that ended
         self.settled = asyncio.Event()  # the engine is ready, or down
         self._mailbox = mailbox
@@ -254,14 +262,16 @@ class ServedModel:
             id = requests[0].id
             if self._flights.pop(id, None) and any(flight.sequences[r.key].finish_reason is None for r in requests):
                 self.send(Abort(id))
-        account = flight.account()
+        seen = flight.seen()
+        account = seen.account
         self.metrics.in_flight -= 1
         self.metrics.ended(account)
+        self.live.ended(seen)
         for sequence in flight.sequences.values():
             if sequence.finish_reason is None:
                 self.metrics.finished[flight.reason] = self.metrics.finished.get(flight.reason, 0) + 1
         if self.log is not None:
-            head = {"request": flight.prompts[0][0].id, "model": self.name, "end": flight.reason, "choices": len(flight.sequences)}
+            head = {"request": seen.id, "model": self.name, "end": flight.reason, "choices": len(flight.sequences)}
             self.log(json.dumps({**head, **account.plain()}))
 
     def send(self, message: Down) -> None:
@@ -294,15 +304,25 @@ class ServedModel:
             case Alive():
                 pass
 
-    def accounts(self) -> dict[str, Any]:
-        """For JSON: how the engine stands, its account by window (ledger.WINDOWS, and since the start), and its cost table."""
-        state, table = self.metrics.state, self.ledger.table
-        windows = self.ledger.windows(busy=state.running > 0)
-        return {
-            "state": {"running": state.running, "waiting": state.waiting, "in_flight": self.metrics.in_flight, "blocks": state.usage},
-            "windows": {name: account.plain() for name, account in windows.items()},
-            "table": table.plain() if table else None,
+    def accounts(self, since: int | None = None) -> dict[str, Any]:
+        """For JSON: how the engine stands, its account by window (ledger.WINDOWS, and since the start), its cost table, and what Live has.
+
+        since: for a viewer who has seen all before that second of the series; without what stays as it is and what takes long to tell.
+        """
+        state, metrics, busy = self.metrics.state, self.metrics, self.metrics.state.running > 0
+        flights = list(dict.fromkeys(reversed(self._flights.values())))[:REQUESTS]
+        found: dict[str, Any] = {
+            "state": {**msgspec.structs.asdict(state), "in_flight": metrics.in_flight, "blocks": state.usage},
+            "trouble": self.trouble,
+            "totals": {"requests": metrics.requests, "prompt_tokens": metrics.prompt_tokens, "generation_tokens": metrics.generation_tokens},
+            **self.live.plain(self.ledger, busy, since, [flight.seen() for flight in flights]),
         }
+        if since is not None:
+            return {**found, "windows": self.live.windows(self.ledger, busy)}
+        table = self.ledger.table
+        windows = {name: account.plain() for name, account in self.ledger.windows(busy).items()}
+        facts = asdict(self.facts) if self.facts is not None else None
+        return {**found, "windows": windows, "table": table.plain() if table else None, "facts": facts, "start_lines": self.start_lines}
 
     def down(self, reason: str) -> None:
         """The engine cannot go on: say why to everyone who waits and to all who come. The first reason stays."""
