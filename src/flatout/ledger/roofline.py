@@ -53,8 +53,7 @@ def roofline(sums: Sums, table: CostTable) -> dict[str, Any] | None:
     bandwidth = table.roof.bandwidth(work or table.weight_bytes)
     if not isfinite(bandwidth):
         return None
-    rates = {op.dtype: table.roof.rate(op.dtype) for op in table.ops}
-    rates = {dtype: rate for dtype, rate in rates.items() if rate}
+    rates = {op.dtype: rate for op in table.ops if (rate := table.roof.flops.get(op.dtype))}
     points = {
         kind: Operating(int(steps), seconds, flops, moved).plain(bandwidth, max(rates.values(), default=0.0))
         for kind, (steps, flops, moved) in found.items()

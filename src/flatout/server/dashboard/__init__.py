@@ -1,6 +1,6 @@
 """The dashboard: one HTML page that holds its own style and scripts, asks nobody but the server it came from, and draws what `/ledger` says.
 
-page.html has the frame, style.css the looks, plot.js the drawing, panels.js what is drawn of which figures, live.js where they come from. No build
+page.html has the frame, style.css the looks, plot.js the drawing, panels.js and requests.js what is drawn of which figures, live.js where they come from. No build
 step: page() puts them together. Called by app.py; with figures in it, the same page is `flatout doctor report`'s.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-SCRIPTS = ("plot.js", "panels.js", "live.js")
+SCRIPTS = ("plot.js", "panels.js", "requests.js", "live.js")
 # nothing but what is in the page runs, and it may ask its own server alone
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'"
 PAGE_HEADERS = {"content-security-policy": POLICY, "cache-control": "no-cache", "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
