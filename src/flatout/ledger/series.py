@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.ledger.ledger import PARTS, SECONDS_KEPT, Account
+from flatout.ledger.ledger import PARTS, Account
 
 DIGITS = 5  # of the seconds in plain()
 
@@ -41,10 +41,10 @@ class Point:
         }
 
 
-def series(closed: Sequence[tuple[int, Account]], until: int, busy: bool, most: int = SECONDS_KEPT) -> list[Point]:
-    """A point for each of the last `most` seconds before `until` that is known of. closed: the accounts of seconds in which steps ended, rising;
-    busy: a step is under way since the last of them."""
-    begin, points = until - most, list[Point]()
+def series(closed: Sequence[tuple[int, Account]], begin: int, until: int, busy: bool) -> list[Point]:
+    """A point for each second from `begin` to before `until` that is known of. closed: the accounts of seconds in which steps ended, rising; busy: a
+    step is under way since the last of them."""
+    points: list[Point] = []
     following = None
     for second, account in closed:
         first = second - max(0, round(account.seconds) - 1) if following is None else following

@@ -314,11 +314,15 @@ class ServedModel:
         found: dict[str, Any] = {
             "state": {**msgspec.structs.asdict(state), "in_flight": metrics.in_flight, "blocks": state.usage},
             "trouble": self.trouble,
-            "totals": {"requests": metrics.requests, "prompt_tokens": metrics.prompt_tokens, "generation_tokens": metrics.generation_tokens},
+            "totals": {
+                "requests": metrics.requests,
+                "prompt_tokens": metrics.prompt_tokens,
+                "generation_tokens": metrics.generation_tokens,
+            },
             **self.live.plain(self.ledger, busy, since, [flight.seen() for flight in flights]),
         }
         if since is not None:
-            return {**found, "windows": self.live.windows(self.ledger, busy)}
+            return found
         table = self.ledger.table
         windows = {name: account.plain() for name, account in self.ledger.windows(busy).items()}
         facts = asdict(self.facts) if self.facts is not None else None

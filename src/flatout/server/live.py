@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.ledger.account import RequestAccount
-from flatout.ledger.ledger import Account, Ledger, account
+from flatout.ledger.ledger import SECONDS_KEPT, Account, Ledger, account
 from flatout.ledger.roofline import roofline
 from flatout.ledger.series import series
 
@@ -43,7 +43,7 @@ class Live:
         self._tpot: deque[tuple[float, float]] = deque(maxlen=LATENCIES)
         self._ended: deque[Seen] = deque(maxlen=REQUESTS)
         self._seconds: dict[int, tuple[int, Account]] = {}  # of each closed second: its steps when it was told, and the account
-        self._windows: tuple[int, dict[str, Any]] = (0, {})  # the second in which they were told
+        self._told: tuple[int, dict[str, Any]] = (0, {})  # what is told once a second, and in which it was
 
     def first_token(self, at: float, ttft: float) -> None:
         self._ttft.append((at, ttft))
@@ -54,25 +54,25 @@ class Live:
             self._tpot.append((seen.began + seen.account.total, seen.account.tpot))
 
     def plain(self, ledger: Ledger, busy: bool, since: int | None, running: Sequence[Seen]) -> dict[str, Any]:
-        """For JSON: series (of all seconds that are kept, or from `since` on), roofline, latency, requests. running: the newest first."""
+        """For JSON: series (of all seconds that are kept, or from `since` on), windows, roofline, latency, requests. running: the newest first."""
         now = time.monotonic()
         shown = [*running, *reversed(self._ended)][:REQUESTS]
         tpot = [*self._tpot, *((now, seen.account.tpot) for seen in running if seen.account.tpot is not None)]
-        table = ledger.table
         return {
             "now": now,
             "series": self._series(ledger, int(now), busy, since),
-            "roofline": roofline(ledger.sums(10), table) if table is not None else None,
+            **self._each_second(ledger, busy),
             "latency": {"seconds": RECENT_SECONDS, "ttft": _latency(self._ttft, now), "tpot": _latency(tpot, now)},
             "requests": [seen.plain(now) for seen in shown],
         }
 
-    def windows(self, ledger: Ledger, busy: bool) -> dict[str, Any]:
-        """Those of the last 10 and 60 seconds, as of this second."""
-        second = int(time.monotonic())
-        if self._windows[0] != second:
-            self._windows = second, {f"{n}s": ledger.window(n, busy).plain() for n in (10, 60)}
-        return self._windows[1]
+    def _each_second(self, ledger: Ledger, busy: bool) -> dict[str, Any]:
+        """Windows of the last 10 and 60 seconds, and the roofline of the first, as of this second."""
+        second, table = int(time.monotonic()), ledger.table
+        if self._told[0] != second:
+            windows = {f"{n}s": ledger.window(n, busy).plain() for n in (10, 60)}
+            self._told = second, {"windows": windows, "roofline": None if table is None else roofline(ledger.sums(10), table)}
+        return self._told[1]
 
     def _series(self, ledger: Ledger, now: int, busy: bool, since: int | None) -> dict[str, Any]:
         """`settled`: the last second in which a step ended. What comes later changes until the next step ends."""
@@ -82,11 +82,8 @@ class Live:
             known = self._seconds.get(second)
             told[second] = known if known is not None and known[0] == sums.steps else (sums.steps, account(sums, ledger.table))
         self._seconds = told
-        points = series([(second, each) for second, (_, each) in told.items()], now, busy)
-        return {
-            "settled": closed[-1][0] if closed else 0,
-            "points": [point.plain() for point in points if since is None or point.second >= since],
-        }
+        points = series([(second, each) for second, (_, each) in told.items()], max(now - SECONDS_KEPT, since or 0), now, busy)
+        return {"settled": closed[-1][0] if closed else 0, "points": [point.plain() for point in points]}
 
 
 def _latency(events: Iterable[tuple[float, float]], now: float) -> dict[str, Any]:

@@ -15,7 +15,12 @@ FOLDER = Path(__file__).parent
 SCRIPTS = ("plot.js", "panels.js", "requests.js", "live.js")
 # nothing but what is in the page runs, and it may ask its own server alone
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'"
-PAGE_HEADERS = {"content-security-policy": POLICY, "cache-control": "no-cache", "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+PAGE_HEADERS = {
+    "content-security-policy": POLICY,
+    "cache-control": "no-cache",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
 
 
 @cache

@@ -150,7 +150,7 @@ function tilesPanel(f) {
   const { state, latency, windows } = f.model;
   const last = f.points.slice(-3);
   const mean = (key) => last.reduce((sum, p) => sum + p[key], 0) / Math.max(1, last.length);
-  tiles.speed(rate(mean("sampled")), "tok/s", `${rate(mean("prefill"))} prompt tok/s · last 3 s`);
+  tiles.speed(rate(mean("sampled")), "tok/s", `prompt ${rate(mean("prefill"))} tok/s`);
   const waiting = Object.values(state.waiting).reduce((a, b) => a + b, 0);
   tiles.load(whole(state.running), "running", `${whole(waiting)} waiting · ${whole(state.in_flight)} in flight`);
   for (const [key, each] of [["ttft", latency.ttft], ["tpot", latency.tpot]]) {
@@ -159,7 +159,7 @@ function tilesPanel(f) {
   tiles.blocks(number(100 * state.blocks, 0), "%", `${whole(state.blocks_used)} of ${whole(state.blocks_total)} blocks`, state.blocks);
   const w = windows["10s"], loaded = w.seconds - w.parts.idle - w.parts.underway;
   const roof = loaded > 0 ? w.of_floor : 0;
-  const says = f.table === null ? "no ceilings are known here" : !roof ? "no load in 10 s" : roof > 1 ? "over the roof: it was measured too low" : "floor / time with load, 10 s";
+  const says = f.table === null ? "no ceilings are known here" : !roof ? "no load in 10 s" : roof > 1 ? "over it: measured too low" : "floor / loaded time";
   tiles.roof(roof ? number(100 * roof, 0) : "–", roof ? "%" : "", says, roof);
 }
 
@@ -355,12 +355,26 @@ function blocksPanel(f) {
   list.tHead.remove();
 }
 
-let waitingHost;
+let waitingHost, drawQueue;
+const QUEUE = { waiting: ["var(--kernels)", "waiting"], rows: ["var(--memory)", "running"] };
 function makeWaiting() {
-  headOf($("waiting"), "Who is in the queue, and for what.");
-  waitingHost = add($("waiting"), "div");
+  const section = $("waiting");
+  headOf(section, "Who is in the queue, and for what.");
+  drawQueue = makePlot(section, 160, () => `Requests running and waiting in each of the last ${SPAN} seconds.`,
+    (svg, width, height, d, cursor) => {
+      lines(svg, width, height, d.rows, Object.keys(QUEUE), (key) => QUEUE[key][0], SPAN, (v) => (v % 1 ? "" : whole(v)));
+      pointed(svg, width, height, d.rows, cursor);
+    },
+    nearest,
+    (readout, d, cursor) => {
+      const row = d.rows[cursor];
+      if (row) return tell(readout, [[`${ago(row.age)}:`, ""], ...Object.entries(QUEUE).map(([key, [, name]]) => [name, number(row.values[key], 1)])]);
+      for (const [colour, name] of Object.values(QUEUE)) { swatch(readout, colour); readout.append(`${name}\u2003`); }
+    });
+  waitingHost = add(section, "div");
 }
 function waitingPanel(f) {
+  drawQueue(over(f, (p) => ({ rows: p.rows, waiting: Object.values(p.waiting).reduce((a, b) => a + b, 0) })));
   const now = f.model.state.waiting, before = f.model.windows["10s"].waiting;
   const reasons = [...new Set([...Object.keys(now), ...Object.keys(before)])].filter((r) => now[r] || before[r] >= 0.05);
   waitingHost.replaceChildren();

@@ -116,9 +116,10 @@ const ageAt = (x, width, span) => ((width - EDGE.right - x) / (width - EDGE.left
 
 function timeAxis(svg, width, height, span) {
   const x = timeX(width, span);
-  for (let i = 0; i <= 4; i++) {
-    const age = (span * i) / 4;
-    const anchor = i === 0 ? "end" : i === 4 ? "start" : "middle";
+  const count = width < 420 ? 2 : 4;
+  for (let i = 0; i <= count; i++) {
+    const age = (span * i) / count;
+    const anchor = i === 0 ? "end" : i === count ? "start" : "middle";
     add(svg, "text", { x: x(age), y: height - 5, "text-anchor": anchor }, i ? `${number(age, age % 1 ? 1 : 0)} s ago` : "now");
   }
 }
@@ -154,7 +155,7 @@ function runs(rows) {
 }
 
 function lines(svg, width, height, rows, names, colour, span, show = rate) {
-  const marks = ticks(Math.max(1, ...rows.flatMap((row) => names.map((name) => row.values[name] || 0))));
+  const marks = ticks(Math.max(4, ...rows.flatMap((row) => names.map((name) => row.values[name] || 0))));
   const y = frame(svg, width, height, marks, marks.at(-1), show);
   const x = timeX(width, span);
   for (const name of [...names].reverse()) {
