@@ -100,6 +100,23 @@ class Engine:
         return self._costs()
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What the doctor's rules hold steps against (ledger/rules.py): resolved settings, sizes in blocks and bytes, and the start's seconds by phase."""
+        cache, scheduler, device = self.config.cache, self.config.scheduler, self.config.device
+        return {
+            "max_num_seqs": scheduler.max_num_seqs,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "enable_chunked_prefill": scheduler.enable_chunked_prefill,
+            "enable_prefix_caching": cache.enable_prefix_caching,
+            "block_size": cache.block_size,
+            "num_blocks": self.scheduler.blocks.num_blocks,
+            "weight_bytes": self.weight_bytes,
+            "device": self.runner.device.type,
+            "threads": device.threads,
+            "start": self.seconds,
+        }
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._flights)
 

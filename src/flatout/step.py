@@ -93,6 +93,7 @@ class StepRecord:
     decodes: int = 0  # rows that bring one token and yield one
     sampled: int = 0
     padded: int = 0  # rows that a captured step computes for nobody
+    rejected: int = 0  # draft tokens that it computed and threw away
     kv_tokens: int = 0  # context read by attention, summed over rows
     # by cache group, as ledger/table.py:StepShape has them: keys read, (query, key) pairs, keys of sampled rows
     keys: tuple[int, ...] = ()

@@ -55,6 +55,7 @@ class ScriptedEngine:
         )
         self.start_lines = ["a script, no model"]
         self.costs = None
+        self.settings = {"max_num_seqs": config.scheduler.max_num_seqs or 64, "device": "cpu"}
         self.records: deque[StepRecord] = deque()
         self.counts = {"steps": 0, "prefix_queries": 0, "prefix_hits": 0}
         self.failure: Exception | None = None

@@ -14,6 +14,7 @@ from typing import Any
 
 from flatout.ledger.laps import IDLE
 from flatout.ledger.table import CostTable, StepShape
+from flatout.ledger.usual import Usual, shape_key
 from flatout.step import StepRecord
 
 SECONDS_KEPT = 120
@@ -35,11 +36,6 @@ PARTS = (
     "underway",  # a step that has not ended yet
     "residual",  # what no clock saw
 )
-
-
-def _class(count: int) -> int:
-    """Counts that cost alike, four to each doubling."""
-    return count if count < 8 else (count.bit_length() << 2) + (count >> (count.bit_length() - 3) & 3)
 
 
 @dataclass(slots=True)
@@ -79,6 +75,15 @@ class Sums:
     sampled: int = 0
     padded: int = 0
     preempted: int = 0
+    rejected: int = 0  # draft tokens that were computed and thrown away
+    chunks: int = 0  # steps that computed more than newest tokens, and
+    chunk_tokens: int = 0  # theirs
+    held: float = 0.0  # seconds x decodes that such steps took beyond the usual step of those decodes
+    longest: float = 0.0  # the longest of them that kept a decode waiting
+    largest: int = 0  # and its tokens
+    stalls: int = 0  # steps out of the usual (usual.py), and
+    stalled: dict[str, float] = field(default_factory=dict)  # seconds of them, by the stage for which the device stood still, or "device"
+    cold: float = 0.0  # seconds that the first step of a shape took longer than the next one
     device: dict[bool, float] = field(default_factory=dict)  # busy, in steps of decodes alone or not
     graphs: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, float] = field(default_factory=dict)  # seconds x requests left waiting, by reason
@@ -112,12 +117,28 @@ class Sums:
             self.waiting[reason] = self.waiting.get(reason, 0.0) + count * record.wall_s
         self.rows += record.rows * record.wall_s
         self.blocks += record.wall_s * record.blocks_used / max(record.blocks_total, 1)
-        if decodes and record.sampled == record.tokens:
-            key: tuple[int, ...] = (record.rows, record.padded)
-        else:
-            key = (_class(record.tokens), _class(record.sampled), _class(record.rows))
+        self.rejected += record.rejected
         counts = (record.tokens, record.sampled, record.rows, record.decodes, record.padded)
-        self.alike.setdefault(key, _Alike()).add(1, counts, (*record.keys, *record.pairs, *record.last_keys))
+        self.alike.setdefault(shape_key(record), _Alike()).add(1, counts, (*record.keys, *record.pairs, *record.last_keys))
+
+    def add_odd(self, record: StepRecord, usual: Usual) -> None:
+        """What is out of the usual in a step, and what its chunks kept waiting."""
+        key, taken = shape_key(record), record.wall_s - record.exposed.get(IDLE, 0.0)
+        stalled, cold = usual.excess(key, taken)
+        self.cold += cold
+        if stalled:
+            self.stalls += 1
+            stage = max(record.exposed, key=lambda s: record.exposed[s] if s != IDLE else 0.0, default="device")
+            stage = stage if record.exposed.get(stage, 0.0) > record.device_s else "device"
+            self.stalled[stage] = self.stalled.get(stage, 0.0) + stalled
+        if record.tokens > record.rows:
+            self.chunks += 1
+            self.chunk_tokens += record.tokens
+            if record.decodes:
+                alone = usual.seconds((record.decodes, 0)) or 0.0
+                self.held += record.decodes * max(0.0, taken - alone)
+                if taken > self.longest:
+                    self.longest, self.largest = taken, record.tokens
 
     def add_ops(self, record: StepRecord, ops: Iterable[tuple[str, float, float]]) -> None:
         """A deep step's (label, seconds, floor)."""
@@ -139,11 +160,19 @@ class Sums:
             "sampled",
             "padded",
             "preempted",
+            "rejected",
+            "chunks",
+            "chunk_tokens",
+            "held",
+            "stalls",
+            "cold",
             "rows",
             "blocks",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("exposed", "host", "device", "graphs", "waiting", "deep"):
+        if other.longest > self.longest:
+            self.longest, self.largest = other.longest, other.largest
+        for name in ("exposed", "host", "device", "graphs", "waiting", "deep", "stalled"):
             mine = getattr(self, name)
             for key, value in getattr(other, name).items():
                 mine[key] = mine.get(key, 0) + value
@@ -186,6 +215,24 @@ class Account:
     padded: int
     preempted: int
     graphs: dict[str, int]
+    # what the rules ask beside (ledger/rules.py); as Sums has them
+    decode_s: float  # device busy in steps of decodes alone
+    chunk_s: float  # and in the others
+    decode_rows: float  # of a step of decodes alone, in the mean
+    rejected: int
+    chunks: int
+    chunk_tokens: int
+    held: float
+    longest: float
+    largest: int
+    stalls: int
+    stalled: dict[str, float]
+    cold: float
+
+    @property
+    def loaded(self) -> float:
+        """Seconds with something to do."""
+        return self.seconds - self.parts[IDLE]
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -236,6 +283,18 @@ def account(sums: Sums, table: CostTable | None, seconds: float | None = None, b
         padded=sums.padded,
         preempted=sums.preempted,
         graphs=dict(sums.graphs),
+        decode_s=sums.device.get(True, 0.0),
+        chunk_s=sums.device.get(False, 0.0),
+        decode_rows=(sums.tokens - sums.chunk_tokens) / max(1, sums.steps - sums.chunks),
+        rejected=sums.rejected,
+        chunks=sums.chunks,
+        chunk_tokens=sums.chunk_tokens,
+        held=sums.held,
+        longest=sums.longest,
+        largest=sums.largest,
+        stalls=sums.stalls,
+        stalled=dict(sums.stalled),
+        cold=sums.cold,
     )
 
 
@@ -261,6 +320,7 @@ class Ledger:
         self._began = clock()
         self._seconds: deque[tuple[int, Sums]] = deque(maxlen=SECONDS_KEPT + 1)
         self._total = Sums()  # but for the second that is being filled
+        self._usual = Usual()
         self._labels: dict[tuple[int, bool], list[tuple[int, str]]] = {}
 
     def add(self, record: StepRecord) -> None:
@@ -271,6 +331,7 @@ class Ledger:
             self._seconds.append((second, Sums()))
         sums = self._seconds[-1][1]
         sums.add(record)
+        sums.add_odd(record, self._usual)
         if record.ops:
             sums.add_ops(record, self._named(record, record.ops))
 

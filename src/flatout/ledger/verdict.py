@@ -6,7 +6,7 @@ Called by doctor/probe_rules.py; shown by cli/doctor/.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ class Evidence:
     shown: str
 
     def to_json(self) -> dict[str, Any]:
-        return {"what": self.what, "value": self.value, "unit": self.unit}
+        return {"what": self.what, "value": self.value, "unit": self.unit, "shown": self.shown}
 
 
 @dataclass(frozen=True)
@@ -58,3 +58,11 @@ class Verdict:
             "unless": self.unless,
             "unseen": list(self.unseen),
         }
+
+
+def verdict_from(plain: Mapping[str, Any]) -> Verdict:
+    """The verdict again from to_json(). ValueError: it is none of this version's."""
+    try:
+        return Verdict(**{**plain, "evidence": tuple(Evidence(**e) for e in plain["evidence"]), "unseen": tuple(plain["unseen"])})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no verdict of this version: {error!r}") from error

@@ -7,9 +7,10 @@ bits with any number of threads, so no token changes. Called by runner.py after 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
+
+from flatout.ledger.vitals import waited_for_cores
 
 WINDOW = 0.1  # seconds of decode steps that are compared; and for each thread, as each takes 10 us to ask:
 WINDOW_EACH = 0.02
@@ -17,19 +18,6 @@ WINDOW_EACH = 0.02
 LAG = 0.5
 GAIN = 1.05  # how much faster other threads must be to be kept
 PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds between trials: twice as many after each that gained nothing
-
-
-def waited_for_cores(root: str = "/proc/self/task") -> float:
-    """Seconds that the threads of this process were ready to run and did not, since each began; 0 where the system does not tell (Linux does).
-    Takes 10 us a thread."""
-    total = 0
-    for thread in os.listdir(root) if os.path.isdir(root) else ():
-        try:
-            with open(f"{root}/{thread}/schedstat", "rb") as file:
-                total += int(file.read().split()[1])
-        except (FileNotFoundError, ProcessLookupError):  # the thread has ended, or this kernel counts nothing
-            continue
-    return total / 1e9
 
 
 class Threads:

@@ -23,9 +23,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from flatout import __version__
 from flatout.config import Config, ServerConfig
 from flatout.ledger.account import Marks
+from flatout.ledger.ledger import SECONDS_KEPT
 from flatout.request import RequestError
 from flatout.server import openai
 from flatout.server.dashboard import PAGE_HEADERS, page
+from flatout.server.diagnosis import WINDOW
 from flatout.server.engines import ClientGone, ServedModel
 from flatout.server.mailbox import Deep
 from flatout.server.metrics import CONTENT_TYPE, exposition
@@ -66,12 +68,13 @@ def make_app(models: Models, config: Config, server: ServerConfig) -> ASGIApp:
         return Response(exposition(served), media_type=CONTENT_TYPE)
 
     async def ledger(request: Request) -> Response:
-        """Each model's account and its cost table. ?deep=N: so many steps from now on tell their ops apart. ?since=SECOND: for viewers."""
-        if (deep := _whole(request, "deep", MOST_DEEP)) is not None:
+        """Each model's account, what limits it and its cost table. ?deep=N: so many steps from now on tell their ops apart; ?seconds=N: verdicts
+        over so many; ?since=SECOND: for viewers (engines.py:ServedModel.accounts)."""
+        if deep := _number(request, "deep", MOST_DEEP):
             for model in models.values():
                 model.send(Deep(deep))
-        since = _whole(request, "since", LATEST)
-        return _json({"version": __version__, "models": {m.name: m.accounts(since) for m in models.values()}})
+        seconds, since = _number(request, "seconds", SECONDS_KEPT) or WINDOW, _number(request, "since", LATEST) or None
+        return _json({"version": __version__, "models": {m.name: m.accounts(seconds, since) for m in models.values()}})
 
     async def dashboard(request: Request) -> Response:
         return Response(page(), media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
@@ -138,19 +141,21 @@ async def _body(request: Request, limit: int) -> bytes:
     return b"".join(pieces)
 
 
-def _whole(request: Request, name: str, most: int) -> int | None:
-    """A parameter of the query; None where it is not given. Raises ApiError 400."""
-    given = request.query_params.get(name)
-    if given is not None and not (given.isdecimal() and 0 < int(given) <= most):
-        raise ApiError(400, f"{name}: must be a whole number from 1 to {most}, got {given!r}", param=name, code="invalid_value")
-    return None if given is None else int(given)
-
-
 def _model(model: ServedModel) -> Model:
     """Raises ApiError 503 while the engine can't be used: a listed model is one that answers."""
     if model.trouble is not None or model.facts is None:
         raise ApiError.unavailable(model.trouble or "the model is loading")
     return Model(id=model.name, created=model.created, root=model.facts.model, max_model_len=model.facts.max_model_len)
+
+
+def _number(request: Request, name: str, most: int) -> int:
+    """Of the query; 0 where it is not given. Raises ApiError 400."""
+    given = request.query_params.get(name)
+    if given is None:
+        return 0
+    if not (given.isdecimal() and 0 < int(given) <= most):
+        raise ApiError(400, f"{name}: must be a whole number from 1 to {most}, got {given!r}", param=name, code="invalid_value")
+    return int(given)
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

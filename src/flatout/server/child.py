@@ -25,12 +25,13 @@ import msgspec
 from flatout.config import Config, ConfigError
 from flatout.ledger.laps import IDLE
 from flatout.ledger.table import CostTable
+from flatout.ledger.vitals import Vitals
 from flatout.modelfile.spec import ModelFileError
 from flatout.request import FinishReason, ModelFacts, Output, Request, RequestError
 from flatout.server.mailbox import Abort, Add, Alive, Deep, EngineMailbox, EngineState, Failed, Outputs, Ready, Refused, Shutdown, Steps
 from flatout.step import StepRecord
 
-HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 0.5
 REPORT_SECONDS = 0.25
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class Engine(Protocol):
     facts: ModelFacts
     start_lines: list[str]
     costs: CostTable | None
+    settings: dict[str, Any]  # what the doctor's rules hold steps against (flatout.engine.Engine.settings)
     records: deque[StepRecord]  # of its last steps; taken from here
     failure: Exception | None  # what keeps failing step after step
 
@@ -127,7 +129,9 @@ def _turn(engine: Engine, mailbox: EngineMailbox) -> None:
     """The loop, until Shutdown. Idle it sleeps in the mailbox."""
     gc.collect()
     gc.freeze()  # what torch and the model hold stays for good: a full pass over it takes 100 to 180 ms, in which no step is planned
-    mailbox.send(Ready(engine.facts, engine.start_lines, engine.costs.plain() if engine.costs else None))
+    vitals = Vitals()
+    costs = engine.costs.plain() if engine.costs else None
+    mailbox.send(Ready(engine.facts, engine.start_lines, costs, engine.settings, vitals.read()))
     beat = reported = time.monotonic()
     news = True  # since the last report
     while True:
@@ -158,10 +162,10 @@ def _turn(engine: Engine, mailbox: EngineMailbox) -> None:
         if news and (not engine.has_work or now - reported >= REPORT_SECONDS):
             records = list(engine.records)
             engine.records.clear()
-            mailbox.send(Steps(records, EngineState(**engine.state())))
+            mailbox.send(Steps(records, EngineState(**engine.state()), time.monotonic()))
             reported, news = now, False
         if now - beat >= HEARTBEAT_SECONDS:
-            mailbox.send(Alive())
+            mailbox.send(Alive(vitals.read(), time.monotonic()))
             beat = now
 
 

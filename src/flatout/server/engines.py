@@ -13,16 +13,20 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from flatout.ledger.account import Marks, RequestAccount, SequenceTimes, account_of
+from flatout.ledger.heads import Likeness
 from flatout.ledger.ledger import Ledger
 from flatout.ledger.table import table_from
+from flatout.ledger.verdict import Verdict
 from flatout.request import FinishReason, ModelFacts, Output, PositionLogprobs, Request
+from flatout.server.diagnosis import MOST_OPEN, WINDOW, Diagnosis
 from flatout.server.live import REQUESTS, Live, Seen
 from flatout.server.mailbox import Abort, Add, Alive, Down, EngineGone, Failed, FrontMailbox, Outputs, Ready, Refused, Steps, Up
 from flatout.server.metrics import Metrics
@@ -106,6 +110,7 @@ class Flight:
         requests = [request for sequences in prompts for request in sequences]
         self.sequences = {request.key: Sequence(choice, request, model.tokenizer) for choice, request in enumerate(requests)}
         self._model = model
+        self._likenesses = [model.diagnosis.prompt(sequences[0].prompt_bytes) for sequences in prompts]
         self._error: ApiError | ClientGone | None = None
         self._begun: set[str] = set()  # prompts whose first token came
         self._wake = asyncio.Event()
@@ -154,6 +159,10 @@ class Flight:
         sequence.push(output)
         now = time.monotonic()
         self.marks.detokenise_s += now - begin
+        self._model.diagnosis.count("detokenise_s", now - begin)
+        if output.logprobs:
+            self._model.diagnosis.count("logprob_tokens", len(output.logprobs))
+            self._model.diagnosis.count("logprob_entries", sum(len(position.top) for position in output.logprobs))
         if count := sequence.completion_tokens - before:
             metrics.generation_tokens += count
             if times.first_token:
@@ -179,6 +188,12 @@ class Flight:
 
     def seen(self) -> Seen:
         return Seen(self.prompts[0][0].id, self.marks.accepted, self.reason, self.account())
+
+    def prompts_seen(self) -> Iterator[tuple[Likeness, int, str, int]]:
+        """Of each prompt its likeness to others, cached tokens, the reason for no more, and its length."""
+        for requests, likeness in zip(self.prompts, self._likenesses):
+            times = self.sequences[requests[0].key].times
+            yield likeness, times.cached_tokens, times.miss_reason, len(requests[0].prompt_ids)
 
     def fail(self, error: ApiError | ClientGone) -> None:
         """Whoever takes gets the error; after the last token there is nothing left to fail."""
@@ -223,6 +238,7 @@ class ServedModel:
         self.metrics = Metrics()
         self.ledger = Ledger()
         self.live = Live()
+        self.diagnosis = Diagnosis(self.metrics, lambda: (flight.account() for flight in islice(set(self._flights.values()), MOST_OPEN)))
         self.log: Callable[[str], None] | None = None  # takes a line for each request that ended
         self.settled = asyncio.Event()  # the engine is ready, or down
         self._mailbox = mailbox
@@ -267,12 +283,15 @@ class ServedModel:
         self.metrics.in_flight -= 1
         self.metrics.ended(account)
         self.live.ended(seen)
+        self.diagnosis.ended(account, flight.prompts_seen())
         for sequence in flight.sequences.values():
             if sequence.finish_reason is None:
                 self.metrics.finished[flight.reason] = self.metrics.finished.get(flight.reason, 0) + 1
         if self.log is not None:
             head = {"request": seen.id, "model": self.name, "end": flight.reason, "choices": len(flight.sequences)}
+            begin = time.monotonic()
             self.log(json.dumps({**head, **account.plain()}))
+            self.diagnosis.count("log_s", time.monotonic() - begin)
 
     def send(self, message: Down) -> None:
         """To a dead engine: lost, as its requests are; down() tells everybody when the process's end is noticed."""
@@ -291,42 +310,52 @@ class ServedModel:
                 if (flight := self._flights.get(id)) is not None:
                     self.metrics.refused += 1
                     flight.fail(ApiError.refused(name, text))
-            case Steps(records, state):
+            case Steps(records, state, at):
                 self.metrics.state = state
                 for record in records:
                     self.ledger.add(record)
-            case Ready(facts, lines, costs):
+                self.diagnosis.count("loop_late_s", max(0.0, self._heard - at))
+                self.diagnosis.count("looks", 1)
+            case Ready(facts, lines, costs, settings, vitals):
                 self.facts, self.start_lines = facts, lines
                 self.ledger = Ledger(table_from(costs) if costs else None)
+                self.diagnosis.ready(settings, vitals)
                 self.settled.set()
             case Failed(text):
                 self.down(text)
-            case Alive():
-                pass
+            case Alive(vitals, at):
+                self.diagnosis.look(self._heard - at, vitals)
 
-    def accounts(self, since: int | None = None) -> dict[str, Any]:
-        """For JSON: how the engine stands, its account by window (ledger.WINDOWS, and since the start), its cost table, and what Live has.
+    def accounts(self, seconds: int = WINDOW, since: int | None = None) -> dict[str, Any]:
+        """For JSON: how the engine stands, what limits it (verdicts over the last `seconds`, the first matters most), its account by window
+        (ledger.WINDOWS, and since the start), its cost table, and what Live has.
 
-        since: for a viewer who has seen all before that second of the series; without what stays as it is and what takes long to tell.
+        since: for a viewer who has seen all before that second of the series; what takes long to tell is as of this second, or left out.
         """
-        state, metrics, busy = self.metrics.state, self.metrics, self.metrics.state.running > 0
+        metrics, state, busy = self.metrics, self.metrics.state, self.metrics.state.running > 0
+        counted = ("requests", "prompt_tokens", "generation_tokens")
         flights = list(dict.fromkeys(reversed(self._flights.values())))[:REQUESTS]
         found: dict[str, Any] = {
             "state": {**msgspec.structs.asdict(state), "in_flight": metrics.in_flight, "blocks": state.usage},
             "trouble": self.trouble,
-            "totals": {
-                "requests": metrics.requests,
-                "prompt_tokens": metrics.prompt_tokens,
-                "generation_tokens": metrics.generation_tokens,
-            },
+            "totals": {name: getattr(metrics, name) for name in counted},
             **self.live.plain(self.ledger, busy, since, [flight.seen() for flight in flights]),
+            **self.live.each_second(self.ledger, busy, lambda: self.verdicts(WINDOW)),
         }
         if since is not None:
             return found
         table = self.ledger.table
-        windows = {name: account.plain() for name, account in self.ledger.windows(busy).items()}
-        facts = asdict(self.facts) if self.facts is not None else None
-        return {**found, "windows": windows, "table": table.plain() if table else None, "facts": facts, "start_lines": self.start_lines}
+        return {
+            **found,
+            "verdict": [verdict.to_json() for verdict in self.verdicts(seconds)],
+            "windows": {name: account.plain() for name, account in self.ledger.windows(busy).items()},
+            "table": table.plain() if table else None,
+            "facts": asdict(self.facts) if self.facts is not None else None,
+            "start_lines": self.start_lines,
+        }
+
+    def verdicts(self, seconds: int = WINDOW) -> list[Verdict]:
+        return self.diagnosis.verdicts(self.ledger, seconds)
 
     def down(self, reason: str) -> None:
         """The engine cannot go on: say why to everyone who waits and to all who come. The first reason stays."""

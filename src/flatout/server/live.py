@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from flatout.ledger.account import RequestAccount
 from flatout.ledger.ledger import SECONDS_KEPT, Account, Ledger, account
 from flatout.ledger.roofline import roofline
 from flatout.ledger.series import series
+from flatout.ledger.verdict import Verdict
 
 REQUESTS = 24  # shown: those that run, the newest first, then the last that ended
 RECENT_SECONDS = 60  # whose latencies count
@@ -54,24 +55,24 @@ class Live:
             self._tpot.append((seen.began + seen.account.total, seen.account.tpot))
 
     def plain(self, ledger: Ledger, busy: bool, since: int | None, running: Sequence[Seen]) -> dict[str, Any]:
-        """For JSON: series (of all seconds that are kept, or from `since` on), windows, roofline, latency, requests. running: the newest first."""
+        """For JSON: series (of all seconds that are kept, or from `since` on), latency, requests. running: the newest first."""
         now = time.monotonic()
         shown = [*running, *reversed(self._ended)][:REQUESTS]
         tpot = [*self._tpot, *((now, seen.account.tpot) for seen in running if seen.account.tpot is not None)]
         return {
             "now": now,
             "series": self._series(ledger, int(now), busy, since),
-            **self._each_second(ledger, busy),
             "latency": {"seconds": RECENT_SECONDS, "ttft": _latency(self._ttft, now), "tpot": _latency(tpot, now)},
             "requests": [seen.plain(now) for seen in shown],
         }
 
-    def _each_second(self, ledger: Ledger, busy: bool) -> dict[str, Any]:
-        """Windows of the last 10 and 60 seconds, and the roofline of the first, as of this second."""
+    def each_second(self, ledger: Ledger, busy: bool, verdicts: Callable[[], list[Verdict]]) -> dict[str, Any]:
+        """For JSON, as of this second: windows of the last 10 and 60 seconds, the roofline of the first, and the verdicts."""
         second, table = int(time.monotonic()), ledger.table
         if self._told[0] != second:
             windows = {f"{n}s": ledger.window(n, busy).plain() for n in (10, 60)}
-            self._told = second, {"windows": windows, "roofline": None if table is None else roofline(ledger.sums(10), table)}
+            roof = None if table is None else roofline(ledger.sums(10), table)
+            self._told = second, {"windows": windows, "roofline": roof, "verdict": [verdict.to_json() for verdict in verdicts()]}
         return self._told[1]
 
     def _series(self, ledger: Ledger, now: int, busy: bool, since: int | None) -> dict[str, Any]:

@@ -64,6 +64,8 @@ class Ready(msgspec.Struct, tag=True):
     facts: ModelFacts
     start_lines: list[str]
     costs: dict[str, Any] | None = None  # CostTable.plain()
+    settings: dict[str, Any] = {}  # Engine.settings
+    vitals: dict[str, float] = {}  # ledger/vitals.py:Vitals of the engine's process
 
 
 class Outputs(msgspec.Struct, tag=True):
@@ -100,6 +102,7 @@ class Steps(msgspec.Struct, tag=True):
 
     records: list[StepRecord]
     state: EngineState
+    at: float = 0.0  # when it was sent, on the clock that all processes share
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -118,6 +121,9 @@ class Failed(msgspec.Struct, tag=True):
 
 class Alive(msgspec.Struct, tag=True):
     """The engine's loop turns. Sent every HEARTBEAT_SECONDS."""
+
+    vitals: dict[str, float] = {}  # as Ready has them
+    at: float = 0.0  # when it was sent
 
 
 Up = Ready | Outputs | Steps | Refused | Failed | Alive
