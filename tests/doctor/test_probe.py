@@ -233,12 +233,7 @@ def test_the_json(doctor):
     report = json.loads(out)
     assert code == 0 and "secret-key" not in out
     assert report["verdicts"][0]["constraint"] == "healthy"
-    assert report["verdicts"][0]["evidence"][0] == {
-        "what": "one stream",
-        "value": pytest.approx(94.3, rel=0.02),
-        "unit": "tok/s",
-        "shown": "94 tok/s",
-    }
+    assert report["verdicts"][0]["evidence"][0] == {"what": "one stream", "value": pytest.approx(94.3, rel=0.02), "unit": "tok/s", "shown": "94 tok/s"}
     assert [p["streams"] for p in report["concurrency"]] == [1, 2, 4, 8, 16, 32]
 
 

@@ -50,7 +50,9 @@ class Rule:
                 START: f"{1 - 1 / found.factor:.0%} of the time since the start, at the next one",
             }
             gain = words[found.of]
-        return Verdict(self.constraint, found.sentence, found.evidence, found.remedy or self.remedy, gain, found.factor, self.unless)
+        return Verdict(
+            self.constraint, found.sentence, found.evidence, found.remedy or self.remedy, gain, found.factor, self.unless
+        )
 
 
 def judge(signals: Signals, rules: tuple[Rule, ...] | None = None) -> list[Verdict]:

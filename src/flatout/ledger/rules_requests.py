@@ -72,10 +72,7 @@ def _front(s: Signals) -> Found | None:
     late = s.got("loop_late_s") / max(1.0, s.got("looks"))
     if busy < 0.85 and late < 0.1:
         return None
-    share = max(
-        s.share("reply") + s.share("detokenise") + s.share("accept"),
-        min(late * s.got("ended") / s.got("e2e_s"), 0.9) if s.got("e2e_s") else 0,
-    )
+    share = max(s.share("reply") + s.share("detokenise") + s.share("accept"), min(late * s.got("ended") / s.got("e2e_s"), 0.9) if s.got("e2e_s") else 0)
     return Found(
         f"The front is behind: its thread is {busy:.0%} busy and hears the engine {in_words(late)} late.",
         (percent("of one core", busy), seconds("late, in the mean", late)),

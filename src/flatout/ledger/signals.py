@@ -132,12 +132,7 @@ def seconds(what: str, value: float) -> Evidence:
 
 
 def count(what: str, value: float, unit: str = "") -> Evidence:
-    return Evidence(
-        what,
-        value,
-        unit,
-        f"{value:,.3g}".removesuffix(".0") + (f" {unit}" if unit else "") if value < 1000 else f"{value:,.0f} {unit}".strip(),
-    )
+    return Evidence(what, value, unit, f"{value:,.3g}".removesuffix(".0") + (f" {unit}" if unit else "") if value < 1000 else f"{value:,.0f} {unit}".strip())
 
 
 def in_words(value: float) -> str:

@@ -27,9 +27,7 @@ def state(s: Signals, nothing_wrong: bool) -> Verdict:
             healthy=nothing_wrong,
         )
     bandwidth, compute = (s.of_load(a.parts[name]) for name in ("floor_bandwidth", "floor_compute"))
-    reach = (
-        f"you are at {a.of_floor:.0%} of what this machine can do" if a.of_floor else f"the device is busy for {s.device:.0%} of the time"
-    )
+    reach = f"you are at {a.of_floor:.0%} of what this machine can do" if a.of_floor else f"the device is busy for {s.device:.0%} of the time"
     evidence = [
         percent("of the floor", a.of_floor),
         percent("floor by bandwidth", bandwidth),
@@ -56,9 +54,7 @@ def state(s: Signals, nothing_wrong: bool) -> Verdict:
         f"{sentence[0].upper()}{sentence[1:]}; decoding is bound by reading {'keys and values' if kv > weights else 'weights'}, "
         f"and {'twice the requests in a step would bring ' + format(more, '.2g') + 'x the throughput' if more >= 1.2 else 'more requests bring little'}.",
         (*evidence, percent("weights, of a step's bytes", weights), percent("keys and values", kv)),
-        "--kv-cache-dtype int8, shorter contexts"
-        if kv > weights
-        else "more requests at once; weights in fewer bits (--quantization int8, int4)",
+        "--kv-cache-dtype int8, shorter contexts" if kv > weights else "more requests at once; weights in fewer bits (--quantization int8, int4)",
         f"{more:.2g}x the throughput at {2 * a.rows:.0f} requests" if more >= 1.2 else "",
         unless="no more requests are to be had: then fewer bits are what is left",
         healthy=nothing_wrong,

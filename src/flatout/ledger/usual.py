@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from flatout.step import StepRecord
 
-TIMES, LEAST = (
-    5.0,
-    0.05,
-)  # a step is out of the usual at so many times its seconds and so many seconds over it: on shared cores 20 ms come and go
+TIMES, LEAST = 5.0, 0.05  # a step is out of the usual at so many times its seconds and so many seconds over it: on shared cores 20 ms come and go
 ANEW = 5  # in a row are the new usual
 
 
@@ -28,9 +25,7 @@ def shape_key(record: StepRecord) -> tuple[int, ...]:
 
 class Usual:
     def __init__(self) -> None:
-        self._known: dict[
-            tuple[int, ...], tuple[float, int, int]
-        ] = {}  # seconds, steps (2: or more), and how many in a row were out of the usual
+        self._known: dict[tuple[int, ...], tuple[float, int, int]] = {}  # seconds, steps (2: or more), and how many in a row were out of the usual
 
     def seconds(self, key: tuple[int, ...]) -> float | None:
         known = self._known.get(key)

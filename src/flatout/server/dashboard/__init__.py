@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from flatout.ledger.words import ALWAYS, PARTS
+
 FOLDER = Path(__file__).parent
 SCRIPTS = ("plot.js", "panels.js", "requests.js", "live.js")
 # nothing but what is in the page runs, and it may ask its own server alone
@@ -37,7 +39,8 @@ def report(figures: dict[str, Any]) -> bytes:
 def _assembled(figures: str) -> bytes:
     html = (FOLDER / "page.html").read_text("utf-8")
     script = "\n".join((FOLDER / name).read_text("utf-8") for name in SCRIPTS)
+    words = json.dumps({"parts": PARTS, "always": ALWAYS})
     style = (FOLDER / "style.css").read_text("utf-8")
-    for mark, text in (("/*STYLE*/", style), ("/*SCRIPT*/", script), ("/*FIGURES*/", figures)):
+    for mark, text in (("/*STYLE*/", style), ("/*SCRIPT*/", script), ("/*WORDS*/", words), ("/*FIGURES*/", figures)):
         html = html.replace(mark, text, 1)
     return html.encode()

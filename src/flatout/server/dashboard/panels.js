@@ -4,25 +4,8 @@
 const SPAN = 120; // seconds that plots over time show
 const $ = (id) => document.getElementById(id);
 const HOST = "host_";
-// parts of the ledger (ledger/ledger.py: PARTS), from the bottom of the stack to its top: [key, name, what it is]
-const PARTS = [
-  ["floor_bandwidth", "memory floor", "what the bytes of ops that bytes limit take at the measured bandwidth"],
-  ["floor_compute", "compute floor", "what the operations of the other ops take at the measured rate"],
-  ["kernels", "kernels over the floor", "time of ops beyond their floors"],
-  ["padding", "padding", "rows computed for nobody"],
-  ["sample", "sampling", "from logits to tokens, where it is timed apart"],
-  ["launch", "launch gaps", "the device at hand, between ops and between steps"],
-  ["host_drain", "host: taking requests in", "the device waited for it"],
-  ["host_schedule", "host: scheduling", "the device waited for it"],
-  ["host_inputs", "host: inputs", "the device waited for it"],
-  ["host_wait", "host: noticing the end", "the device waited for it"],
-  ["host_commit", "host: commit", "the device waited for it"],
-  ["host_deliver", "host: delivery", "the device waited for it"],
-  ["communication", "communication", "between ranks"],
-  ["residual", "residual", "time that no clock saw"],
-  ["underway", "step under way", "told when the step ends"],
-  ["idle", "no load", "no request was there"],
-];
+const { parts: WORDS, always: ALWAYS } = JSON.parse($("words").textContent); // ledger/words.py
+const PARTS = Object.entries(WORDS).map(([key, [name, what]]) => [key, name, what]); // from the bottom of the stack to its top
 const partColour = (key) => `var(--${{ floor_bandwidth: "memory", floor_compute: "compute" }[key] || (key.startsWith(HOST) ? "host" : key)})`;
 const STACK = PARTS.map(([key]) => key);
 // parts of a request (ledger/account.py), in order
@@ -101,6 +84,7 @@ function verdictPanel(f) {
   const text = JSON.stringify(found);
   if (!found.length || text === toldVerdict) return; // what is open stays open
   toldVerdict = text;
+  const { open, firstChild: summary } = section.querySelector("details") || {}, focused = summary && summary === document.activeElement;
   section.replaceChildren();
   const [first, ...others] = found;
   section.classList.toggle("healthy", first.healthy);
@@ -116,8 +100,9 @@ function verdictPanel(f) {
   }
   if (list.children.length) section.append(list);
   if (others.length || first.unseen.length) {
-    const more = add(section, "details");
-    add(more, "summary", {}, others.length ? `${others.length} more` : "Not seen");
+    const more = add(section, "details", { open });
+    const head = add(more, "summary", {}, others.length ? `${others.length} more` : "Not seen");
+    if (focused) head.focus();
     for (const other of others) {
       const line = add(more, "p");
       add(line, "b", {}, `${other.constraint}. `);
@@ -154,7 +139,7 @@ function tilesPanel(f) {
   const waiting = Object.values(state.waiting).reduce((a, b) => a + b, 0);
   tiles.load(whole(state.running), "running", `${whole(waiting)} waiting · ${whole(state.in_flight)} in flight`);
   for (const [key, each] of [["ttft", latency.ttft], ["tpot", latency.tpot]]) {
-    tiles[key](...split(each.p50), each.count ? `p90 ${time(each.p90)} · p99 ${time(each.p99)}` : `nothing in ${latency.seconds} s`);
+    tiles[key](...split(each.p50), each.count ? `p90 ${short(each.p90)} · p99 ${short(each.p99)}` : `nothing in ${latency.seconds} s`);
   }
   tiles.blocks(number(100 * state.blocks, 0), "%", `${whole(state.blocks_used)} of ${whole(state.blocks_total)} blocks`, state.blocks);
   const w = windows["10s"], loaded = w.seconds - w.parts.idle - w.parts.underway;
@@ -196,7 +181,7 @@ function ledgerPanel(f) {
   latest = f;
   drawLedger(over(f, shares));
   const w = f.model.windows[ledgerWindow];
-  const shown = PARTS.filter(([key]) => w.parts[key] / w.seconds >= 0.0005 || !(key.startsWith(HOST) || ["padding", "communication", "underway"].includes(key)));
+  const shown = PARTS.filter(([key]) => w.parts[key] / w.seconds >= 0.0005 || ALWAYS.includes(key));
   rows(ledgerTable, ["part", "share", "a step"], shown.map(([key, name, what]) => ({
     class: w.parts[key] > 0 ? "" : "nothing",
     cells: [
@@ -350,7 +335,7 @@ function blocksPanel(f) {
     ["prompt tokens found", s.prefix_queries ? `${percent(s.prefix_hits / s.prefix_queries)} of ${whole(s.prefix_queries)}` : "no prompt yet"],
     ["cached blocks reused for others", whole(s.evictions)],
     ["preemptions", whole(s.preemptions)],
-    ...most.map(([why, count]) => [`no more found: ${why}`, `${count} of the last`]),
+    ...most.map(([why, count]) => [`no more found: ${why}`, `${count} of the last ${f.model.requests.filter((r) => r.end).length}`]),
   ].map((cells) => ({ cells })));
   list.tHead.remove();
 }

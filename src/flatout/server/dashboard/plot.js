@@ -26,6 +26,7 @@ function split(ms) { // [number, unit]: where both stand apart
   return ms >= 1000 ? [number(ms / 1000), "s"] : ms >= 1 ? [number(ms), "ms"] : [number(1000 * ms), "µs"];
 }
 const time = (ms) => split(ms).join(" ").trim();
+const short = (ms) => (ms >= 10 && ms < 1000 ? `${whole(ms)} ms` : time(ms));
 
 function si(value, unit) {
   const step = Math.max(0, Math.min(5, Math.floor(Math.log10(Math.max(value, 1)) / 3)));
