@@ -266,7 +266,7 @@ function roofPlot(svg, width, height, d) {
   const y = (v) => height - 34 - (Math.log10(v / ys[0]) / Math.log10(ys[1] / ys[0])) * (height - 34 - EDGE.top);
   for (const mark of decades(ys[0], ys[1])) {
     add(svg, "line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: y(mark), y2: y(mark) });
-    add(svg, "text", { x: EDGE.left - 7, y: y(mark) + 4, "text-anchor": "end" }, si(mark, ""));
+    add(svg, "text", { x: EDGE.left - 7, y: y(mark) + 4, "text-anchor": "end" }, si(mark, "", 0));
   }
   const steps = decades(xs[0], xs[1]);
   for (const mark of steps.filter((_, i) => steps.length < 7 || i % 2 === 0)) {

@@ -28,9 +28,9 @@ function split(ms) { // [number, unit]: where both stand apart
 const time = (ms) => split(ms).join(" ").trim();
 const short = (ms) => (ms >= 10 && ms < 1000 ? `${whole(ms)} ms` : time(ms));
 
-function si(value, unit) {
+function si(value, unit, places) {
   const step = Math.max(0, Math.min(5, Math.floor(Math.log10(Math.max(value, 1)) / 3)));
-  return `${number(value / 1000 ** step)} ${["", "k", "M", "G", "T", "P"][step]}${unit}`;
+  return `${number(value / 1000 ** step, places)} ${["", "k", "M", "G", "T", "P"][step]}${unit}`;
 }
 
 function ago(seconds) {
