@@ -6,6 +6,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -56,22 +58,32 @@ def real(start: Start) -> Served:
     return start(engine=None, threads=1, max_num_seqs=2, num_gpu_blocks_override=64)
 
 
-def post(served: Served, tokens: int, clients: int = 4) -> list[threading.Thread]:
-    """Clients at once, each with one request, and one request more than slots waits."""
+def post(served: Served, tokens: int) -> None:
     body = {"prompt": "The quick brown fox jumps over the lazy dog", "max_tokens": tokens, "ignore_eos": True}
-    url = f"http://127.0.0.1:{served.port}/v1/completions"
-    threads = [threading.Thread(target=httpx.post, args=(url,), kwargs={"json": body, "timeout": 120}) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
-    return threads
+    httpx.post(f"http://127.0.0.1:{served.port}/v1/completions", json=body, timeout=120).raise_for_status()
+
+
+@contextmanager
+def load(served: Served, tokens: int = 200, clients: int = 4) -> Iterator[None]:
+    """Clients that ask again once answered, two more than there are slots, until the end of the block and their last answers."""
+    over = threading.Event()
+
+    def client() -> None:
+        while not over.is_set():
+            post(served, tokens)
+
+    with ThreadPoolExecutor(clients) as pool:
+        asked = [pool.submit(client) for _ in range(clients)]
+        try:
+            yield
+        finally:
+            over.set()
+        for each in asked:
+            each.result()
 
 
 def url(served: Served) -> str:
     return f"http://127.0.0.1:{served.port}/"
-
-
-def in_flight(tab: Browser) -> int:
-    return int(tab.value("document.querySelector('#tile-load .note').textContent.match(/(\\d+) in flight/)[1]"))
 
 
 def test_it_comes_to_life(tab: Browser, real: Served, tmp_path: Path) -> None:
@@ -82,21 +94,20 @@ def test_it_comes_to_life(tab: Browser, real: Served, tmp_path: Path) -> None:
     )
     assert "Nobody waits." in tab.value("document.querySelector('#waiting').innerText")
     assert "No request yet." in tab.value("document.querySelector('#requests').innerText")
-    delays = []
+    running = "document.querySelector('#tile-load .value').textContent[0]"
+    begun, ended = [], []
     for _ in range(3):  # the machine may be busy with other tests: the best of some changes counts
-        threads = post(real, 400)
-        wait_for(lambda: real.http.get("/ledger?since=1").json()["models"]["script"]["state"]["in_flight"] == 4, 30)
-        delays.append(tab.wait("document.querySelector('#tile-load .note').textContent.includes('4 in flight')"))
-        for thread in threads:
-            thread.join()
-        delays.append(tab.wait("document.querySelector('#tile-load .note').textContent.includes(' 0 in flight')"))
-    assert min(delays[::2]) < 2 and min(delays[1::2]) < 2, delays
+        with load(real):
+            wait_for(lambda: real.http.get("/ledger?since=1").json()["models"]["script"]["state"]["running"] > 0, 30)
+            begun.append(tab.wait(f"{running} !== '0'"))
+            tab.wait("document.querySelectorAll('#requests rect[data-part=decode]').length >= 6")
+        ended.append(tab.wait(f"{running} === '0' && document.querySelector('#tile-load .note').textContent.includes(' 0 in flight')"))
+    assert min(begun) < 2 and min(ended) < 2, (begun, ended)
     tab.wait("document.querySelectorAll('#ledger polygon').length >= 3")  # a second has closed
     assert tab.value("document.querySelector('#welcome').hidden")
     tab.wait("document.querySelectorAll('#roof circle').length === 2")
     assert tab.value("document.querySelectorAll('#latency circle').length") >= 12
-    assert tab.value("document.querySelectorAll('#requests rect[data-part=decode]').length") == 12
-    assert tab.value("document.querySelectorAll('#requests rect[data-part=queue]').length") >= 6, "two run at a time"
+    assert tab.value("document.querySelectorAll('#requests rect[data-part=queue]').length") >= 3, "two run at a time"
     assert tab.value("document.querySelectorAll('#blocks .map i').length") == 64
     assert tab.value("!document.querySelector('#verdict').hidden && document.querySelector('#verdict .sentence').textContent.length > 10")
     table = tab.value("[...document.querySelectorAll('#ledger tbody tr')].map((r) => parseFloat(r.cells[1].textContent.replace('< ', '')))")
@@ -110,17 +121,14 @@ def test_ops_are_timed_when_asked(tab: Browser, real: Served) -> None:
     tab.wait("document.querySelector('#time-ops') && document.querySelector('#status').dataset.is === 'live'")
     tab.value("document.querySelector('#time-ops').click()")
     wait_for(lambda: any("deep=" in u for u in tab.asked) or tab.value("1") != 1, 10)
-    threads = post(real, 100)
-    tab.wait("document.querySelectorAll('#ops tbody tr').length > 3")
-    for thread in threads:
-        thread.join()
+    with load(real):
+        tab.wait("document.querySelectorAll('#ops tbody tr').length > 3")
     assert tab.complaints == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_readable_on_a_phone_and_in_both_schemes(tab: Browser, real: Served, scheme: str) -> None:
-    for thread in post(real, 20):
-        thread.join()
+    post(real, 20)
     for width in (390, 820, 1280):
         tab.look(width, scheme=scheme)
         tab.open(url(real))
@@ -189,8 +197,7 @@ def test_the_server_goes_and_comes_back_under_a_key(tab: Browser, start: Start) 
 
 
 def test_a_report_is_a_page_by_itself(tab: Browser, real: Served, tmp_path: Path) -> None:
-    for thread in post(real, 60):
-        thread.join()
+    post(real, 60)
     time.sleep(1.1)  # the second has closed
     assert main(["doctor", "report", "--url", url(real), "-o", str(tmp_path / "report.html"), "--json"]) == 0
     assert (tmp_path / "report.json").stat().st_size > 1000
