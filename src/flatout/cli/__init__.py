@@ -19,7 +19,7 @@ VERBS = {  # verb -> (module with configure() and run(), what follows it, what i
     "generate": ("flatout.cli.generate", "PROMPT", "answer one prompt and say how fast that was"),
     "chat": ("flatout.cli.chat", "[MODEL]", "talk with a model in the terminal"),
     "serve": ("flatout.cli.serve", "[MODEL]", "an OpenAI-compatible HTTP server"),
-    "top": ("flatout.cli.top", "[--url URL]", "a running flatout server, live: load, ledger, verdict"),
+    "top": ("flatout.cli.top", "[--url URL]", "a running server, live: load, ledger, verdict"),
     "tune": ("flatout.cli.tune", "[MODEL]", "choose a GPU's matrix products by whole steps, once"),
     "doctor": ("flatout.cli.doctor.url", "--url URL", "what limits a running server, anybody's"),
     "doctor hardware": ("flatout.cli.doctor.hardware", "", "what this machine is, and gives when measured"),

@@ -139,7 +139,7 @@ function tilesPanel(f) {
   const waiting = Object.values(state.waiting).reduce((a, b) => a + b, 0);
   tiles.load(whole(state.running), "running", `${whole(waiting)} waiting · ${whole(state.in_flight)} in flight`);
   for (const [key, each] of [["ttft", latency.ttft], ["tpot", latency.tpot]]) {
-    tiles[key](...split(each.p50), each.count ? `p90 ${short(each.p90)} · p99 ${short(each.p99)}` : `nothing in ${latency.seconds} s`);
+    tiles[key](...split(each.p50), each.count ? `p90 ${short(each.p90, each.p99)} · p99 ${short(each.p99)}` : `nothing in ${latency.seconds} s`);
   }
   tiles.blocks(number(100 * state.blocks, 0), "%", `${whole(state.blocks_used)} of ${whole(state.blocks_total)} blocks`, state.blocks);
   const w = windows["10s"], loaded = w.seconds - w.parts.idle - w.parts.underway;

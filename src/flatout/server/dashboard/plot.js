@@ -26,7 +26,11 @@ function split(ms) { // [number, unit]: where both stand apart
   return ms >= 1000 ? [number(ms / 1000), "s"] : ms >= 1 ? [number(ms), "ms"] : [number(1000 * ms), "µs"];
 }
 const time = (ms) => split(ms).join(" ").trim();
-const short = (ms) => (ms >= 10 && ms < 1000 ? `${whole(ms)} ms` : time(ms));
+function short(ms, before = null) { // without the unit where it stands before one that has it, too
+  const [value, unit] = split(ms);
+  const shown = unit === "ms" && ms >= 10 ? whole(ms) : value;
+  return before !== null && split(before)[1] === unit ? shown : `${shown} ${unit}`;
+}
 
 function si(value, unit, places) {
   const step = Math.max(0, Math.min(5, Math.floor(Math.log10(Math.max(value, 1)) / 3)));
