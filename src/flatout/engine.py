@@ -140,6 +140,8 @@ class Engine:
             "waiting": scheduler.waiting,
             "blocks_used": scheduler.blocks.num_used,
             "blocks_total": scheduler.blocks.num_blocks,
+            "blocks_cached": scheduler.blocks.num_cached,
+            "evictions": scheduler.blocks.evictions,
             "steps": self._steps,
             "preemptions": scheduler.counters.preemptions,
             "prefix_queries": scheduler.counters.prefix_queries,

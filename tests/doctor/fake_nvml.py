@@ -34,6 +34,7 @@ ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetEnforcedPowerLimit": [700_000],
     "nvmlDeviceGetTotalEnergyConsumption": [3_600_000_000],
     "nvmlDeviceGetTemperature": [31],
+    "nvmlDeviceGetUtilizationRates": [(40 << 32) | 87],
 }
 
 

@@ -119,7 +119,9 @@ class ScriptedEngine:
         outputs = [self._advance(request) for request in self.running]
         self.counts["steps"] += 1
         now = time.perf_counter()
-        self.records.append(StepRecord(self.counts["steps"], begin, now, now - begin, {}, device_s=now - begin, tokens=rows, rows=rows))
+        self.records.append(
+            StepRecord(self.counts["steps"], begin, now, now - begin, {}, device_s=now - begin, tokens=rows, rows=rows, sampled=rows)
+        )
         self.running = [r for r in self.running if r.finish_reason is None]
         self._tell()
         return outputs

@@ -1,6 +1,6 @@
-"""What the verbs share at the terminal: loading a model with its report shown, streaming an answer, dim text, plain tables.
+"""What the verbs share at the terminal: loading a model with its report shown, streaming an answer, dim text, plain tables, bars.
 
-No arithmetic, no flags. Called by generate.py, chat.py and bench/.
+No arithmetic, no flags. Called by the verbs and bench/.
 """
 
 from __future__ import annotations
@@ -73,3 +73,9 @@ def say(text: str) -> None:
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], left: int = 2) -> list[str]:
     """The head and one line a row; the first `left` columns to the left, numbers to the right."""
     return ["  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))) for r in (columns, *rows)]
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of eighths of a column."""
+    eighths = round(max(0.0, min(1.0, share)) * width * 8)
+    return "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]

@@ -17,7 +17,7 @@ from flatout.ledger.table import CostTable, StepShape
 from flatout.ledger.usual import Usual, shape_key
 from flatout.step import StepRecord
 
-SECONDS_KEPT = 60
+SECONDS_KEPT = 120
 WINDOWS = {"1s": 1, "10s": 10, "60s": 60}
 # stages of the host for which the device can stand still; "wait": the engine's thread had yet to notice the end of a step
 STAGES = ("drain", "schedule", "inputs", "wait", "commit", "deliver")
@@ -337,12 +337,20 @@ class Ledger:
 
     def window(self, seconds: int, busy: bool = False) -> Account:
         """The last `seconds` (SECONDS_KEPT at most), whole ones: what the current second has is told with the next."""
-        now = self._clock()
-        sums, last = Sums(), int(now)
+        return account(self.sums(seconds), self.table, min(seconds, self._clock() - self._began), busy)
+
+    def sums(self, seconds: int) -> Sums:
+        """Of the window's steps."""
+        sums, last = Sums(), int(self._clock())
         for second, each in self._seconds:
             if last - seconds <= second < last:
                 sums.merge(each)
-        return account(sums, self.table, min(seconds, now - self._began), busy)
+        return sums
+
+    def closed(self) -> list[tuple[int, Sums]]:
+        """The whole seconds in which steps ended, rising, as far as they are kept; the last may still gain steps that were told late."""
+        last = int(self._clock())
+        return [(second, sums) for second, sums in self._seconds if second < last]
 
     def total(self, busy: bool = False) -> Account:
         """Since the start."""

@@ -20,11 +20,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from flatout import __version__
 from flatout.config import Config, ServerConfig
 from flatout.ledger.account import Marks
 from flatout.ledger.ledger import SECONDS_KEPT
 from flatout.request import RequestError
 from flatout.server import openai
+from flatout.server.dashboard import PAGE_HEADERS, page
 from flatout.server.diagnosis import WINDOW
 from flatout.server.engines import ClientGone, ServedModel
 from flatout.server.mailbox import Deep
@@ -33,6 +35,7 @@ from flatout.server.protocol import ApiError
 from flatout.server.replies import Model, ModelList, encode
 
 MOST_DEEP = 1000  # steps asked for at once: on a GPU they run op by op
+LATEST = 1 << 53  # a second
 TEXT_THREADS = 4  # prepare requests; a long prompt takes one for its whole tokenising
 Models = Mapping[str, ServedModel]
 
@@ -66,12 +69,15 @@ def make_app(models: Models, config: Config, server: ServerConfig) -> ASGIApp:
 
     async def ledger(request: Request) -> Response:
         """Each model's account, what limits it and its cost table. ?deep=N: so many steps from now on tell their ops apart; ?seconds=N: verdicts
-        over so many."""
+        over so many; ?since=SECOND: for viewers (engines.py:ServedModel.accounts)."""
         if deep := _number(request, "deep", MOST_DEEP):
             for model in models.values():
                 model.send(Deep(deep))
-        seconds = _number(request, "seconds", SECONDS_KEPT) or WINDOW
-        return _json({"models": {m.name: m.accounts(seconds) for m in models.values()}})
+        seconds, since = _number(request, "seconds", SECONDS_KEPT) or WINDOW, _number(request, "since", LATEST) or None
+        return _json({"version": __version__, "models": {m.name: m.accounts(seconds, since) for m in models.values()}})
+
+    async def dashboard(request: Request) -> Response:
+        return Response(page(), media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
     async def list_models(request: Request) -> Response:
         return _json(ModelList(data=[_model(m) for m in models.values()]))
@@ -81,6 +87,7 @@ def make_app(models: Models, config: Config, server: ServerConfig) -> ASGIApp:
 
     app = Starlette(
         routes=[
+            Route("/", dashboard),
             Route("/health", health),
             Route("/metrics", metrics),
             Route("/ledger", ledger),
@@ -102,13 +109,13 @@ def make_app(models: Models, config: Config, server: ServerConfig) -> ASGIApp:
 
 
 class _Guard:
-    """Asks for the key on every route but /health."""
+    """Asks for the key on every route but /health and the dashboard's page, which holds no figures and asks for it too."""
 
     def __init__(self, app: ASGIApp, key: str):
         self._app, self._key = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
+        if scope["type"] == "http" and scope["path"] not in ("/", "/health"):
             scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
             # the scheme in any case (RFC 7235, 2.1); comparing the key takes the same time however much of it is right
             if scheme.lower() != b"bearer" or not hmac.compare_digest(given.lstrip(b" "), self._key):

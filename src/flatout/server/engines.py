@@ -14,9 +14,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
+
+import msgspec
 
 from flatout.ledger.account import Marks, RequestAccount, SequenceTimes, account_of
 from flatout.ledger.heads import Likeness
@@ -25,6 +27,7 @@ from flatout.ledger.table import table_from
 from flatout.ledger.verdict import Verdict
 from flatout.request import FinishReason, ModelFacts, Output, PositionLogprobs, Request
 from flatout.server.diagnosis import MOST_OPEN, WINDOW, Diagnosis
+from flatout.server.live import REQUESTS, Live, Seen
 from flatout.server.mailbox import Abort, Add, Alive, Down, EngineGone, Failed, FrontMailbox, Outputs, Ready, Refused, Steps, Up
 from flatout.server.metrics import Metrics
 from flatout.server.protocol import ApiError
@@ -167,6 +170,7 @@ class Flight:
             else:
                 times.first_token = begin
                 metrics.ttft.observe(begin - self.marks.accepted)
+                self._model.live.first_token(begin, begin - self.marks.accepted)
             times.tokens, times.latest = sequence.completion_tokens, begin
         if output.id not in self._begun:
             self._begun.add(output.id)
@@ -181,6 +185,9 @@ class Flight:
         """Where its time went: until its end, or so far."""
         prompt = sum(len(requests[0].prompt_ids) for requests in self.prompts)
         return account_of(self.marks, [s.times for s in self.sequences.values()], prompt, time.monotonic())
+
+    def seen(self) -> Seen:
+        return Seen(self.prompts[0][0].id, self.marks.accepted, self.reason, self.account())
 
     def prompts_seen(self) -> Iterator[tuple[Likeness, int, str, int]]:
         """Of each prompt its likeness to others, cached tokens, the reason for no more, and its length."""
@@ -230,6 +237,7 @@ class ServedModel:
         self.start_lines: list[str] = []
         self.metrics = Metrics()
         self.ledger = Ledger()
+        self.live = Live()
         self.diagnosis = Diagnosis(self.metrics, lambda: (flight.account() for flight in islice(set(self._flights.values()), MOST_OPEN)))
         self.log: Callable[[str], None] | None = None  # takes a line for each request that ended
         self.settled = asyncio.Event()  # the engine is ready, or down
@@ -270,15 +278,17 @@ class ServedModel:
             id = requests[0].id
             if self._flights.pop(id, None) and any(flight.sequences[r.key].finish_reason is None for r in requests):
                 self.send(Abort(id))
-        account = flight.account()
+        seen = flight.seen()
+        account = seen.account
         self.metrics.in_flight -= 1
         self.metrics.ended(account)
+        self.live.ended(seen)
         self.diagnosis.ended(account, flight.prompts_seen())
         for sequence in flight.sequences.values():
             if sequence.finish_reason is None:
                 self.metrics.finished[flight.reason] = self.metrics.finished.get(flight.reason, 0) + 1
         if self.log is not None:
-            head = {"request": flight.prompts[0][0].id, "model": self.name, "end": flight.reason, "choices": len(flight.sequences)}
+            head = {"request": seen.id, "model": self.name, "end": flight.reason, "choices": len(flight.sequences)}
             begin = time.monotonic()
             self.log(json.dumps({**head, **account.plain()}))
             self.diagnosis.count("log_s", time.monotonic() - begin)
@@ -316,16 +326,32 @@ class ServedModel:
             case Alive(vitals, at):
                 self.diagnosis.look(self._heard - at, vitals)
 
-    def accounts(self, seconds: int = WINDOW) -> dict[str, Any]:
+    def accounts(self, seconds: int = WINDOW, since: int | None = None) -> dict[str, Any]:
         """For JSON: how the engine stands, what limits it (verdicts over the last `seconds`, the first matters most), its account by window
-        (ledger.WINDOWS, and since the start), and its cost table."""
-        state, table = self.metrics.state, self.ledger.table
-        windows = self.ledger.windows(busy=state.running > 0)
+        (ledger.WINDOWS, and since the start), its cost table, and what Live has.
+
+        since: for a viewer who has seen all before that second of the series; what takes long to tell is as of this second, or left out.
+        """
+        metrics, state, busy = self.metrics, self.metrics.state, self.metrics.state.running > 0
+        counted = ("requests", "prompt_tokens", "generation_tokens")
+        flights = list(dict.fromkeys(reversed(self._flights.values())))[:REQUESTS]
+        found: dict[str, Any] = {
+            "state": {**msgspec.structs.asdict(state), "in_flight": metrics.in_flight, "blocks": state.usage},
+            "trouble": self.trouble,
+            "totals": {name: getattr(metrics, name) for name in counted},
+            **self.live.plain(self.ledger, busy, since, [flight.seen() for flight in flights]),
+            **self.live.each_second(self.ledger, busy, lambda: self.verdicts(WINDOW)),
+        }
+        if since is not None:
+            return found
+        table = self.ledger.table
         return {
-            "state": {"running": state.running, "waiting": state.waiting, "in_flight": self.metrics.in_flight, "blocks": state.usage},
+            **found,
             "verdict": [verdict.to_json() for verdict in self.verdicts(seconds)],
-            "windows": {name: account.plain() for name, account in windows.items()},
+            "windows": {name: account.plain() for name, account in self.ledger.windows(busy).items()},
             "table": table.plain() if table else None,
+            "facts": asdict(self.facts) if self.facts is not None else None,
+            "start_lines": self.start_lines,
         }
 
     def verdicts(self, seconds: int = WINDOW) -> list[Verdict]:

@@ -81,6 +81,8 @@ class EngineState(msgspec.Struct):
     waiting: dict[str, int] = {}  # sequences in the queue by what they wait for
     blocks_used: int = 0
     blocks_total: int = 0
+    blocks_cached: int = 0  # free, and still found by their hash
+    evictions: int = 0  # of them, reused for something else
     steps: int = 0
     preemptions: int = 0
     prefix_queries: int = 0  # tokens

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from flatout.cli.doctor.verdict import console, shown
 from flatout.cli.endpoint import add_endpoint_flags, endpoint_of
 from flatout.cli.flags import Parser, UsageError, add_config_flags, config_options, lengths
+from flatout.cli.terminal import bar
 from flatout.client.load import Load
 from flatout.config import Config, ConfigError, flag_of
 from flatout.ledger.ledger import SECONDS_KEPT
@@ -212,7 +213,7 @@ def _concurrency(found: Probe) -> Table:
     for p in found.points:
         failed = str(sum(p.errors.values())) if p.errors else ""
         made.add_row(
-            str(p.streams), f"{p.rate:,.0f}", bar(p.rate / most if most else 0.0), _ms(p.tpot), _ms(p.ttft), _ms(p.ttft_worst), failed
+            str(p.streams), f"{p.rate:,.0f}", bar(p.rate / most if most else 0.0, BAR), _ms(p.tpot), _ms(p.ttft), _ms(p.ttft_worst), failed
         )
     return made
 
@@ -220,7 +221,7 @@ def _concurrency(found: Probe) -> Table:
 def _prompts(found: Probe) -> Table:
     made, longest = _table("prompt", "TTFT", "", "tok/s"), max(ttft for _, ttft in found.lengths)
     for tokens, ttft in found.lengths:
-        made.add_row(f"{tokens:,}", _ms(ttft), bar(ttft / longest), f"{tokens / ttft:,.0f}")
+        made.add_row(f"{tokens:,}", _ms(ttft), bar(ttft / longest, BAR), f"{tokens / ttft:,.0f}")
     return made
 
 
@@ -232,12 +233,6 @@ def _sentences(found: Probe) -> list[RenderableType]:
     if (i := found.interference) is not None and i.streams:
         said.append(f"beside a prompt of {i.tokens:,} tokens: longest gap of a neighbour {_ms(i.gap)}, usually {_ms(i.quiet)}")
     return list(said)
-
-
-def bar(share: float, width: int = BAR) -> str:
-    """A bar of eighths of a column."""
-    eighths = round(max(0.0, min(1.0, share)) * width * 8)
-    return "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
 
 
 def _ms(seconds: float) -> str:
