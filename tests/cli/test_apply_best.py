@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from flatout.bench.remedy import Remedy, Tried, predicted, remedy_of
+from flatout.bench import remedy
+from flatout.bench.remedy import Forecast, Remedy, Tried, named
 from flatout.cli import main
 from flatout.cli.doctor.whatif import changes_of
-from flatout.ledger.verdict import Verdict
 from flatout.plan.simulate import Load
 
 SMALL = dict(load_format="dummy", dtype="float32", device="cpu", threads=1, kv_cache_memory_bytes=1 << 20)
@@ -16,14 +16,14 @@ FLAGS = ["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--t
 
 def test_slots_are_what_a_load_under_one_slot_needs(tiny):
     options = {"model": tiny, "max_num_seqs": 1, **SMALL}
-    best, *others = predicted(options, Load(8, 16, 16), measure=False)
+    said = []
+    best, *others = Forecast(options, Load(8, 16, 16), measure=False).best(False, said.append)
     assert best.changes == {"max_num_seqs": 8} and best.factor > 1.5
     assert all(best.factor >= other.factor for other in others)
-    names = {name for remedy in (best, *others) for name in remedy.changes}
-    assert not names & {"quantization", "kv_cache_dtype"}  # what changes the arithmetic must be asked for
-    said = []
-    lossy = predicted(options, Load(2, 16, 4), lossy=True, measure=False, tell=said.append)
-    assert {"quantization", "kv_cache_dtype"} & {name for remedy in lossy for name in remedy.changes} or said
+    names = {name for each in (best, *others) for name in each.changes}
+    assert not names & set(remedy.LOSSY)  # what changes the arithmetic must be asked for
+    lossy = list(Forecast(options, Load(2, 16, 4), measure=False).candidates(lossy=True))
+    assert {"quantization": "int4"} in lossy and {"kv_cache_dtype": "int8"} in lossy
 
 
 def test_two_servers_in_turns(tiny, capsys):
@@ -57,22 +57,44 @@ def test_confirmed_or_retracted(after, outcome, says):
     ("text", "changes"),
     [
         ("--max-num-batched-tokens 256: chunks of a prompt", {"max_num_batched_tokens": 256}),
-        ("raise --max-num-seqs=32 and drop --enforce-eager, i.e. --no-enforce-eager", {"max_num_seqs": 32, "enforce_eager": False}),
-        ("--max-num-seqs 4: as it is", {}),
-        ("use a faster disk, or --some-other-server 3", {}),
+        (
+            "--enable-chunked-prefill and --max-num-batched-tokens 256: prompts",
+            {"enable_chunked_prefill": True, "max_num_batched_tokens": 256},
+        ),
+        ("--max-num-seqs=32, now 4; not --max-num-seqs 64", {"max_num_seqs": 32}),
+        ("--no-enforce-eager", {"enforce_eager": False}),
+        ("--max-num-seqs 4, now 4", {}),
+        ("--quantization int8", {}),
+        ("a pool of 100 tokens: --kv-cache-memory-bytes; or --max-num-seqs 3", {}),
+        ("--some-other-server 3", {}),
     ],
 )
 def test_settings_of_a_verdict(text, changes):
-    remedy = remedy_of(Verdict("k", "s", remedy=text, factor=1.5), {"max_num_seqs": 4}, changes_of)
-    assert (remedy.changes if remedy else {}) == changes
-    assert remedy is None or remedy.factor == 1.5
+    assert named({"remedy": text}, {"max_num_seqs": 4}, False, changes_of) == changes
+    assert named({"remedy": "--quantization int8"}, {}, True, changes_of) == {"quantization": "int8"}
+
+
+def test_what_the_rules_name_is_tried_first(tiny, monkeypatch, capsys):
+    seen = []
+    verdict = {"constraint": "slots", "sentence": "Two wait for a slot.", "remedy": "--max-num-seqs 3, now 1"}
+    monkeypatch.setattr(remedy, "looked", lambda *args: [{"constraint": "?", "sentence": "", "remedy": "a faster disk"}, verdict])
+    monkeypatch.setattr(remedy, "calibrated", lambda paper, *rest: (paper, "not measured"))
+
+    def turns(options, best, *rest):
+        seen.append(best)
+        return Tried(best, [100.0] * 3, [200.0] * 3)
+
+    monkeypatch.setattr(remedy, "tried", turns)
+    assert main(["doctor", "--apply-best", tiny, "--max-num-seqs", "1", *FLAGS]) == 0
+    assert seen[0].changes == {"max_num_seqs": 3} and seen[0].factor > 1
+    out = capsys.readouterr().out
+    assert "slots: Two wait for a slot." in out and "confirmed" in out and f"flatout serve {tiny} --max-num-seqs 3" in out
 
 
 def test_nothing_to_try_is_said(tiny, monkeypatch, capsys):
-    from flatout.bench import remedy
-
-    monkeypatch.setattr(remedy, "predicted", lambda *args, **options: [Remedy({"max_num_seqs": 2}, 1.01, "what-if")])
-    assert main(["doctor", "--apply-best", tiny, *FLAGS]) == 0
+    monkeypatch.setattr(Forecast, "best", lambda *args: [Remedy({"max_num_seqs": 2}, 1.01, "what-if")])
+    monkeypatch.setattr(remedy, "calibrated", lambda paper, *rest: (paper, "not measured"))
+    assert main(["doctor", "--apply-best", tiny, "--look", "0", *FLAGS]) == 0
     assert "nothing to try" in capsys.readouterr().out
 
 

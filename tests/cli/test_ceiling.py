@@ -1,14 +1,17 @@
 """The ceiling test on a tiny model: both sides' parts sum to their time, and the loss to the difference."""
 
+import io
 import json
+import re
 
 import pytest
 from doctor.fake_nvml import UNSUPPORTED, FakeNvml
+from rich.console import Console
 
 from flatout.bench.ceiling import PARTS, Ceiling, Side, Turn
 from flatout.bench.turns import Case
 from flatout.cli import main
-from flatout.cli.doctor.ceiling import sentences
+from flatout.cli.doctor.ceiling import sentences, told
 from flatout.doctor.energy import joules
 from flatout.doctor.facts import NotAvailable
 
@@ -27,9 +30,6 @@ def test_both_sides_of_a_real_load(tiny, capsys):
         assert found[side]["seconds_per_token"]["ops of the forward"] > 0
     assert found["joules_not_available"].startswith("needs a GPU")
     assert found["served"]["ttft_p50_s"] > 0
-    assert main(["doctor", "ceiling", tiny, *flags[:-2], "--repeats", "1", "--quiet", *TINY_FLAGS]) == 0
-    out = capsys.readouterr().out
-    assert "ceiling over served" in out and "no request at hand" in out and "joules a token: not available: needs" in out
 
 
 def side(*seconds, joules=None, idle=0.0):
@@ -38,10 +38,16 @@ def side(*seconds, joules=None, idle=0.0):
 
 
 def test_the_loss_by_hand():
-    found = Ceiling("m", "here", Case("ceiling", 4, 8, 25), side(1.0, 1.0, 1.0, joules=50.0), side(1.25, 1.25, 1.3, joules=60.0, idle=0.2), "")
+    found = Ceiling(
+        "m", "here", Case("ceiling", 4, 8, 25), side(1.0, 1.0, 1.0, joules=50.0), side(1.25, 1.25, 1.3, joules=60.0, idle=0.2), ""
+    )
     assert found.ratio == pytest.approx(1.25) and found.loss == pytest.approx(0.2)
     assert sum(map(found.lost, PARTS)) == pytest.approx(0.8 / 300) and found.lost("no request at hand") == pytest.approx(0.002)
     assert (found.alone.joules, found.served.joules, found.alone.rows) == (0.5, 0.6, 4.0)
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(told(found))
+    assert re.search(r"output tok/s +100.0 +80.0 +20.0%", shown.getvalue())
+    assert re.search(r"no request at hand +0.000 +2.000 +2.000", shown.getvalue())
     (said,) = sentences(found)
     assert "take 20.0% of what the engine can do, most of it by: no request at hand" in said
     noisy = Ceiling("m", "here", found.case, side(1.0, 1.0), side(0.9, 1.2), "root")

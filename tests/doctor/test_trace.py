@@ -85,7 +85,9 @@ def account(**parts):
 
 def test_the_largest_costs_by_hand():
     found = largest(account(sample=0.2, host_schedule=0.15, kernels=0.55), 4)
-    assert [(cost.seconds, cost.share) for cost in found] == [pytest.approx(pair) for pair in ((0.04, 0.4), (0.02, 0.2), (0.015, 0.15), (0.01, 0.1))]
+    assert [(cost.seconds, cost.share) for cost in found] == [
+        pytest.approx(pair) for pair in ((0.04, 0.4), (0.02, 0.2), (0.015, 0.15), (0.01, 0.1))
+    ]
     assert found[0].ratio == pytest.approx(2.0) and found[3].ratio is None
     assert [cost.sentence for cost in found] == [
         "linear mlp.down: 40 ms of each step, 40% of the time; its bytes and FLOPs allow 20 ms: 2.00 times its floor",

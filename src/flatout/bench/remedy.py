@@ -1,6 +1,7 @@
-"""A remedy put to the test: the setting that is predicted to help a load the most, and two servers, as they are and with it, under that load in turns.
+"""A remedy put to the test: what the server's own rules name under a load, or else the setting that is predicted to help it the most; then two servers,
+as they are and with it, under that load in turns.
 
-Predictions are doctor/whatif.py's and plan/simulate.py's, or a verdict's; what they are worth is measured here. Called by cli/doctor/apply_best.py.
+Predictions are doctor/whatif.py's and plan/simulate.py's; what they are worth is measured here. Called by cli/doctor/apply_best.py.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,18 +18,22 @@ from typing import Any
 
 from flatout.bench.ceiling import HALF
 from flatout.bench.ledger import lower_bound
-from flatout.bench.served import clients, flatout_server, running
+from flatout.bench.served import NAME, clients, flatout_server, running
 from flatout.bench.turns import Case
 from flatout.cli.simulate import simulated
+from flatout.client.http import Endpoint
 from flatout.config import Config, ConfigError, flag_of
-from flatout.doctor.predict import OnPaper, on_paper
+from flatout.doctor.gauges import ledgers
+from flatout.doctor.predict import on_paper
 from flatout.doctor.whatif import calibrated, changed
-from flatout.ledger.verdict import Verdict
 from flatout.plan.simulate import Load
 from flatout.request import RequestError
 
 WORTH = 1.03  # a smaller predicted factor is not worth a test: predictions are 10 % off in the median
-FLAG = re.compile(r"--(no-)?([a-z][a-z-]*)(?:[ =]([\w.]+))?")
+# settings that change the arithmetic, and what may be tried of each
+LOSSY = {"quantization": ("int8", "int4"), "kv_cache_dtype": ("bfloat16", "int8")}
+FLAG = re.compile(r"--(no-)?([a-z][a-z-]*)(?:[ =](?!and )([\w.]+))?")
+FLAGS = re.compile(rf"(?:(?:{FLAG.pattern})(?: and )?)+")
 
 
 @dataclass(frozen=True)
@@ -104,62 +110,85 @@ class Tried:
 # -- which one ---------------------------------------------------------------------------------------------------------
 
 
-def remedy_of(verdict: Verdict, options: Mapping[str, Any], read: Callable[[list[str]], dict[str, Any]]) -> Remedy | None:
-    """The settings that a verdict's remedy names; None where it names no flag of ours with its value, or the options have it so already.
+def looked(options: Mapping[str, Any], case: Case, seconds: float, vocab_size: int) -> list[dict[str, Any]]:
+    """What the rules of a server that runs so say after some seconds of the load: verdicts as its /ledger has them, the weightiest first.
+
+    RuntimeError: as tried().
+    """
+    rng = random.Random(f"look {case.name}")
+    with running(flatout_server(dict(options))) as port:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            asyncio.run(clients(port, _prompts(rng, case, vocab_size), case.new))
+        verdicts: list[dict[str, Any]] = asyncio.run(_verdicts(port))
+    return verdicts
+
+
+async def _verdicts(port: int) -> list[dict[str, Any]]:
+    endpoint = Endpoint(f"http://127.0.0.1:{port}")
+    try:
+        return ((await ledgers(endpoint)) or {}).get(NAME, {}).get("verdict", [])
+    finally:
+        endpoint.close()
+
+
+def named(
+    verdict: Mapping[str, Any], options: Mapping[str, Any], lossy: bool, read: Callable[[list[str]], dict[str, Any]]
+) -> dict[str, Any]:
+    """The settings that a verdict's remedy begins with, of those that are not so already; further on it may have alternatives.
 
     read: settings from NAME=VALUE texts, as cli/doctor/whatif.py:changes_of.
     """
-    owners, texts = Config.owners(), []
-    for no, flag, value in FLAG.findall(verdict.remedy):
-        name = flag.replace("-", "_")
-        switch = name in owners and isinstance(_default(name), bool)
-        if name in owners and (switch or value):
-            texts.append(f"{name}={('false' if no else 'true') if switch else value}")
-    changes = {name: value for name, value in read(texts).items() if options.get(name) != value}
-    factor = verdict.factor if verdict.factor > 1 else None
-    return Remedy(changes, factor, f"verdict: {verdict.constraint}") if changes else None
+    found = FLAGS.match(verdict["remedy"])
+    texts = [
+        f"{name}={value or ('false' if no else 'true')}"
+        for no, flag, value in FLAG.findall(found[0] if found else "")
+        if (name := flag.replace("-", "_")) in Config.owners() and (lossy or name not in LOSSY)
+    ]
+    return {name: value for name, value in read(texts).items() if options.get(name) != value}
 
 
-def _default(name: str) -> Any:
-    config = Config()
-    return getattr(getattr(config, Config.owners()[name]), name)
+class Forecast:
+    """What changes are predicted to do to a load here. measure: ops that were not measured on this machine yet in a form that is asked about are
+    measured, seconds for each."""
 
+    def __init__(self, options: Mapping[str, Any], load: Load, measure: bool = True):
+        self.options, self.load, self.measure = options, load, measure
+        self.now, self.origin = calibrated(on_paper(options), options, measure)
+        self.rate = simulated(self.now, load).tokens_s
 
-def candidates(paper: OnPaper, load: Load, lossy: bool) -> Iterator[dict[str, Any]]:
-    """Settings that may help a load, each by itself. lossy: those that change the arithmetic, too."""
-    config, hardware = paper.config, paper.hardware
-    seqs, budget = config.scheduler.max_num_seqs or 1, config.scheduler.max_num_batched_tokens or 1
-    for n in sorted({max(1, seqs // 2), 2 * seqs, min(load.requests, 1024)} - {seqs}):
-        yield {"max_num_seqs": n}
-    for n in sorted({max(64, budget // 4), 4 * budget} - {budget}):
-        yield {"max_num_batched_tokens": n}
-    if config.device.enforce_eager:
-        yield {"enforce_eager": False}
-    if not config.scheduler.async_scheduling:
-        yield {"async_scheduling": True}
-    if config.device.device == "cpu" and config.device.threads != hardware.cpu_count:
-        yield {"threads": hardware.cpu_count}
-    if lossy:
-        if config.device.device == "cpu":
-            yield from ({"quantization": scheme} for scheme in ("int8", "int4") if scheme != config.model.quantization)
-        yield from ({"kv_cache_dtype": dtype} for dtype in ("bfloat16", "int8") if dtype != config.cache.kv_cache_dtype)
+    def of(self, changes: Mapping[str, Any], origin: str = "") -> Remedy:
+        """ConfigError, RequestError: it can't be run so."""
+        then, _ = calibrated(changed(self.options, changes), {**self.options, **changes}, self.measure)
+        return Remedy(changes, simulated(then, self.load).tokens_s / self.rate, origin or f"what-if: {self.origin}")
 
+    def candidates(self, lossy: bool) -> Iterator[dict[str, Any]]:
+        """Settings that may help, each by itself. lossy: those that change the arithmetic, too."""
+        config, hardware = self.now.config, self.now.hardware
+        seqs, budget, cpu = config.scheduler.max_num_seqs or 1, config.scheduler.max_num_batched_tokens or 1, config.device.device == "cpu"
+        for n in sorted({max(1, seqs // 2), 2 * seqs, min(self.load.requests, 1024)} - {seqs}):
+            yield {"max_num_seqs": n}
+        for n in sorted({max(64, budget // 4), 4 * budget} - {budget}):
+            yield {"max_num_batched_tokens": n}
+        if config.device.enforce_eager:
+            yield {"enforce_eager": False}
+        if not config.scheduler.async_scheduling:
+            yield {"async_scheduling": True}
+        if cpu and config.device.threads != hardware.cpu_count:
+            yield {"threads": hardware.cpu_count}
+        if lossy and cpu:
+            now = {"quantization": config.model.quantization, "kv_cache_dtype": config.cache.kv_cache_dtype}
+            yield from ({name: value} for name, values in LOSSY.items() for value in values if value != now[name])
 
-def predicted(
-    options: Mapping[str, Any], load: Load, lossy: bool = False, measure: bool = True, tell: Callable[[str], None] = lambda text: None
-) -> list[Remedy]:
-    """Every candidate with what it is predicted to bring, the best first. measure: ops that were not measured here yet in the forms that candidates
-    take are measured now, seconds for each; tell: is told what takes time, and which candidates could not be."""
-    now, origin = calibrated(on_paper(options), options, measure)
-    base = simulated(now, load).tokens_s
-    found = []
-    for changes in candidates(now, load, lossy):
-        try:
-            then, _ = calibrated(changed(options, changes), {**options, **changes}, measure)
-            found.append(Remedy(changes, simulated(then, load).tokens_s / base, f"what-if: {origin}"))
-        except (ConfigError, RequestError) as error:
-            tell(f"{Remedy(changes, None, '').flags} can't be: {error}")
-    return sorted(found, key=lambda remedy: -(remedy.factor or 0.0))
+    def best(self, lossy: bool, tell: Callable[[str], None]) -> list[Remedy]:
+        """Every candidate, the best first; tell: is told which can't be."""
+        found = []
+        for changes in self.candidates(lossy):
+            try:
+                found.append(self.of(changes))
+            except (ConfigError, RequestError) as error:
+                tell(f"{Remedy(changes, None, '').flags} can't be: {error}")
+        return sorted(found, key=lambda remedy: -(remedy.factor or 0.0))
 
 
 # -- what it does ------------------------------------------------------------------------------------------------------
@@ -176,7 +205,11 @@ def tried(options: Mapping[str, Any], remedy: Remedy, case: Case, repeats: int, 
     with ExitStack() as stack:
         ports = [stack.enter_context(running(flatout_server(each))) for each in (base, {**base, **remedy.changes})]
         for turn in range(repeats + 1):
-            prompts = [[rng.randrange(10, vocab_size) for _ in range(case.prompt)] for _ in range(case.batch)]
+            prompts = _prompts(rng, case, vocab_size)
             for side in (0, 1) if turn % 2 else (1, 0):
                 rates[side].append(asyncio.run(clients(ports[side], prompts, case.new)).rate)
     return Tried(remedy, rates[0][1:], rates[1][1:])
+
+
+def _prompts(rng: random.Random, case: Case, vocab_size: int) -> list[list[int]]:
+    return [[rng.randrange(10, vocab_size) for _ in range(case.prompt)] for _ in range(case.batch)]

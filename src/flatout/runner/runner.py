@@ -70,7 +70,9 @@ class Runner:
         self._results = [torch.empty(max_slots, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(RING)]
         self._turn = 0
         self.deep_steps = 0  # how many from now on are to tell their ops apart; on the CPU some do in any case
-        self.clock_of: Callable[[bool], StepClock] = CudaClock if device.type == "cuda" else StepClock  # deep or not; doctor/trace.py has its own
+        self.clock_of: Callable[[bool], StepClock] = (
+            CudaClock if device.type == "cuda" else StepClock
+        )  # deep or not; doctor/trace.py has its own
         self._launched = 0
         self._clock = self.clock_of(False)  # of the step that is being executed, and
         self._step: CapturedStep | None = None  # the captured one that holds it
