@@ -4,6 +4,7 @@ import gzip
 import json
 import warnings
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ def traced(llm):
 def test_a_file_that_perfetto_reads_has_each_step_and_op(llm, traced, tmp_path):
     path = tmp_path / "t.json.gz"
     traced.write(path)
-    events = json.load(gzip.open(path))["traceEvents"]
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
     ours = [e for e in events if e.get("pid") == PROCESS and e["ph"] == "X" and e["tid"] == STEPS]
     steps = [e for e in ours if e["name"].startswith("step ")]
     assert [e["args"]["tokens"] for e in steps] == [BATCH * PROMPT] + [BATCH] * STEPS_TRACED
@@ -45,7 +47,7 @@ def test_a_file_that_perfetto_reads_has_each_step_and_op(llm, traced, tmp_path):
         names = Counter(e["name"] for e in inside)
         assert all(names[label] == count for label, count in calls.items() if count)  # each call of a native program by itself
         ends = sorted((e["ts"], e["ts"] + e["dur"]) for e in inside)
-        assert all(end <= begin + 1 for (_, end), (begin, _) in zip(ends, ends[1:]))  # one after the other, to a microsecond
+        assert all(end <= begin + 1 for (_, end), (begin, _) in pairwise(ends))  # one after the other, to a microsecond
     floors = [e["args"]["floor_us"] for e in ours if "mlp.gate_up" in e["name"]]
     assert len(floors) == (1 + STEPS_TRACED) * llm.spec.num_layers and min(floors) > 0
 

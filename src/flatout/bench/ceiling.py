@@ -125,7 +125,7 @@ class Ceiling:
     def latency(self, name: str) -> float | None:
         """Of what was served, the median turn's p50 in seconds; name: ttft or tpot."""
         found = [getattr(turn.figures, name, None) for turn in self.served.turns]
-        return median(spread.p50 for spread in found) if all(found) else None
+        return median(spread.p50 for spread in found if spread is not None) if all(found) else None
 
     def to_json(self) -> dict[str, Any]:
         return {
