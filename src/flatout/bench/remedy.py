@@ -20,9 +20,10 @@ from flatout.bench.ceiling import HALF
 from flatout.bench.ledger import lower_bound
 from flatout.bench.served import NAME, clients, flatout_server, running
 from flatout.bench.turns import Case
+from flatout.cli.doctor.plan import flags
 from flatout.cli.simulate import simulated
 from flatout.client.http import Endpoint
-from flatout.config import Config, ConfigError, flag_of
+from flatout.config import Config, ConfigError
 from flatout.doctor.gauges import ledgers
 from flatout.doctor.predict import on_paper
 from flatout.doctor.whatif import calibrated, changed
@@ -47,13 +48,7 @@ class Remedy:
     @property
     def flags(self) -> str:
         """As a command line has them."""
-
-        def shown(name: str, value: Any) -> str:
-            if isinstance(value, bool):
-                return flag_of(name) if value else "--no-" + flag_of(name).removeprefix("--")
-            return f"{flag_of(name)} {value}"
-
-        return " ".join(shown(*change) for change in self.changes.items())
+        return flags(self.changes)
 
 
 @dataclass(frozen=True)
@@ -187,7 +182,7 @@ class Forecast:
             try:
                 found.append(self.of(changes))
             except (ConfigError, RequestError) as error:
-                tell(f"{Remedy(changes, None, '').flags} can't be: {error}")
+                tell(f"{flags(changes)} can't be: {error}")
         return sorted(found, key=lambda remedy: -(remedy.factor or 0.0))
 
 
