@@ -140,6 +140,7 @@ def test_the_verb(default_model, tmp_path, capsys):
         (["--output", "nowhere/at/all.gz"], "--output"),
         (["smollm2", "--url", "http://127.0.0.1:1"], "--url"),
         (["--url", "http://127.0.0.1:1"], "--url"),
+        (["--nvtx", "--device", "cpu"], "--nvtx"),
     ],
 )
 def test_what_cannot_be_asked(argv, named, capsys):

@@ -13,6 +13,9 @@ import pytest
 from served import USER, Served, wait_for
 from test_timings import check, log_lines, metrics
 
+from flatout.cli import main
+from flatout.cli.doctor import trace
+
 Start = Callable[..., Served]
 POOL = 12 * 16  # tokens
 SLACK = 0.05  # seconds of a request that a client sees beyond the server's own, on a busy machine
@@ -23,7 +26,9 @@ STEP = 0.01
 def small(start: Start, default_model: Path) -> Served:
     """The real engine with a pool that four requests outgrow."""
     options = {"dtype": "float32", "threads": 1, "num_gpu_blocks_override": POOL // 16, "max_num_batched_tokens": 64}
-    return start(engine=None, model="smollm2", load_format="auto", server={"served_model_name": "script"}, **options)
+    served = start(engine=None, model="smollm2", load_format="auto", server={"served_model_name": "script"}, **options)
+    served.http.timeout = 120  # a crowded machine computes slowly
+    return served
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +147,16 @@ def test_e09_one_line_for_each_end(start: Start) -> None:
         check(line)
         assert line["prompt_tokens"] > 0 and line["completion_tokens"] >= 0 and "ABC" not in json.dumps(line)
     assert [line["choices"] for line in lines] == [1, 1, 1, 1, 2, 1]
+
+
+def test_the_largest_costs_of_a_running_server(small: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(trace, "SECONDS", 3.0)
+    url = f"http://127.0.0.1:{small.port}"
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(small.complete, [9] * 20, max_tokens=100, ignore_eos=True)
+        assert main(["doctor", "trace", "--url", url, "--steps", "20", "--json"]) == 0
+        answer.result()
+    told = json.loads(capsys.readouterr().out)
+    costs = told["steps_of_script"]["costs"]
+    assert told["file"] is None and len(costs) == 5 and costs == sorted(costs, key=lambda cost: -cost["seconds"])
+    assert any("mlp" in cost["name"] for cost in costs) and 0 < sum(cost["share"] for cost in costs) < 1.01

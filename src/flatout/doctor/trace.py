@@ -133,18 +133,16 @@ def trace(llm: LLM, steps: int = 16, batch: int = 4, prompt: int = 128, outside:
     spans, before = list[_Spans](), runner.clock_of
     kind: type[CpuSpans] | type[CudaSpans] = CudaSpans if runner.device.type == "cuda" else CpuSpans
 
-    def clock(deep: bool) -> StepClock:
+    def clock(deep: bool) -> StepClock:  # all of them are
         spans.append(_Spans())
         return kind(spans[-1])
 
     engine.records.clear()
-    engine.deep(1 << 30)  # on CUDA it takes more than a clock to run op by op
     runner.clock_of = clock
     try:
         with _from_outside() if outside else nullcontext(), _profiled() if not outside else nullcontext() as profiled:
             generate(llm, batch, prompt, steps + 1, "traced")
     finally:
-        engine.deep(0)
         runner.clock_of = before
     decodes, prompts, records = Ledger(engine.costs), Ledger(engine.costs), list(engine.records)
     for record in records:

@@ -41,8 +41,7 @@ def configure(parser: Parser) -> None:
         default=12.0,
         help="seconds of the load under which the rules look first; 0: none (default: 12)",
     )
-    add_turn_flags(parser)
-    parser.set_defaults(repeats=5)
+    add_turn_flags(parser, repeats=5)
     add_config_flags(parser, skip=("model",))
 
 
@@ -51,6 +50,8 @@ def run(args: Namespace) -> int:
     check_turn_flags(args)
     if args.repeats < LEAST_ROUNDS:
         raise UsageError(f"--repeats: a gain is told with its spread, which takes at least {LEAST_ROUNDS}, got {args.repeats}")
+    if args.look < 0:
+        raise UsageError(f"--look: must be at least 0, got {args.look:g}")
     options, asked = config_options(args), changes_of(args.set)
     Config.make(**options)  # a wrong value is told before torch is loaded
     from flatout.bench.remedy import Remedy, tried

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 def configure(parser: Parser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=f"folder, .gguf file or hub name (default: {DEFAULT_MODEL})")
-    add_turn_flags(parser)
+    add_turn_flags(parser, repeats=3)
     add_config_flags(parser, skip=("model",))
 
 
-def add_turn_flags(parser: Parser) -> None:
+def add_turn_flags(parser: Parser, repeats: int) -> None:
     group = parser.add_argument_group("load")
     parser.flag(group, "--batch", type=int, metavar="N", default=16, help="requests, all at once (default: 16)")
     parser.flag(group, "--prompt", type=size, metavar="N", default=128, help="tokens of each prompt (default: 128)")
     parser.flag(group, "--output", type=size, metavar="N", default=128, help="tokens of each answer (default: 128)")
-    parser.flag(group, "--repeats", type=int, metavar="N", default=3, help="turns of each side that count (default: 3)")
+    parser.flag(group, "--repeats", type=int, metavar="N", default=repeats, help=f"turns of each side that count (default: {repeats})")
     parser.flag(group, "--json", action="store_true", default=False, help="as JSON, with units in the names")
     parser.flag(group, "--quiet", action="store_true", default=False, help="no report of what was loaded")
 

@@ -65,7 +65,10 @@ def run(args: Namespace) -> int:
     from flatout.doctor.syncs import count_syncs
     from flatout.doctor.trace import trace
 
-    measured_roof(detect(options.get("device", "auto")))  # kept for the model's floors
+    hardware = detect(options.get("device", "auto"))
+    if args.nvtx and hardware.device != "cuda":
+        raise UsageError("--nvtx: its ranges are for Nsight Systems and a GPU, and none is used here; leave it out for a file")
+    measured_roof(hardware)  # kept for the model's floors
     with open_llm(options, args.quiet) as llm:
         traced = trace(llm, args.steps, args.batch, args.prompt, outside=args.nvtx)
         syncs: dict[str, Any] = {}
