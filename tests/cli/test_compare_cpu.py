@@ -159,7 +159,7 @@ def test_a_server_that_stops_early_is_not_compared():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Brief) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(RuntimeError, match="answered 2 tokens, 3 were asked for"):
-            asyncio.run(serving._clients(server.server_port, [[1, 2]], 3))
+            asyncio.run(serving.clients(server.server_port, [[1, 2]], 3))
         server.shutdown()
     with pytest.raises(RuntimeError, match="not ready: no such model"):
         served(SMALL, {"broken": lambda port: program("raise SystemExit('no such model')")}, 1, 100)

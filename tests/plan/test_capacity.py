@@ -11,6 +11,7 @@ from flatout.cli import main
 from flatout.config import ConfigError
 from flatout.doctor.predict import on_paper
 from flatout.plan.capacity import capacity
+from flatout.plan.fit import ways
 
 QWEN2_7B = "src/flatout/bench/models/qwen2-7b.json"
 
@@ -168,3 +169,37 @@ def test_a_plan_loads_nothing(monkeypatch):
 def test_what_a_start_would_refuse_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--max-model-len"):
         on_paper({"model": QWEN2_7B, "load_format": "dummy", "max_model_len": 1 << 20}, "h200")
+
+
+def test_e10_what_to_change_so_that_they_fit(capsys):
+    """Qwen2-7B with 16 GiB, contexts of 32,768: weights of 15.2 GB leave room for none; in 8 bits and less for some."""
+    base = ["doctor", "plan", QWEN2_7B, "--max-model-len", "32K", "--lengths", "32K", "--gpu", "H200"]
+
+    def to_fit(*flags):
+        main([*base, "--json", *flags])
+        (plan,) = json.loads(capsys.readouterr().out)
+        return plan, plan["to_fit"]
+
+    plan, fit = to_fit("--memory", "16GiB", "--fit", "2")
+    assert plan["memory"] == 16 << 30 and plan["short"] > 0
+    assert fit["ways"] and all(way["running"] >= 2 for way in fit["ways"])
+    assert all("quantization" in way["changes"] for way in fit["ways"]) and "--quantization" in fit["sentence"]
+    _, fit = to_fit("--memory", "16GiB", "--fit", "500")
+    assert fit["ways"][0]["running"] < 500 and "can't be made to fit" in fit["sentence"]
+    _, fit = to_fit("--fit", "2")
+    assert fit["ways"] == [] and "run at once as it is" in fit["sentence"]
+    _, fit = to_fit("--fit", "20", "--max-num-seqs", "4")
+    assert {"max_num_seqs": 20} in [way["changes"] for way in fit["ways"]]
+
+
+def test_a_way_that_is_named_fits(default_model):
+    """On the CPU the pool takes a quarter of what is free unless it is told its size."""
+    options = {"model": "smollm2", "device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 256}
+    memory, length, wanted = 1 << 30, 2048, 12
+    found = ways(options, None, memory, length, wanted)
+    assert found
+    for way in found:
+        plan = capacity(on_paper({**options, **way.changes}, None, memory), lengths=(length,))
+        assert plan.fits[0].running >= wanted == way.running and plan.held <= plan.usable and not plan.short
+    plan = capacity(on_paper(options, None, memory), lengths=(length,))
+    assert plan.fits[0].running < wanted

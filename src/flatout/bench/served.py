@@ -1,7 +1,8 @@
 """Two HTTP servers under the same streaming clients, turn by turn: flatout's own and llama.cpp's (llama-server, a binary of the user's); and the same
 requests given to the engine without HTTP, which tells what share of the throughput the server takes.
 
-Output tokens per second over all clients. The clients are client/'s: they note when each piece comes, and read it afterwards. Called by compare_cpu.py.
+Output tokens per second over all clients. The clients are client/'s: they note when each piece comes, and read it afterwards. Called by compare_cpu.py,
+ceiling.py and remedy.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from flatout.bench.processes import program, started
 from flatout.bench.turns import OURS, Case
 from flatout.client.completions import Dialect, complete
 from flatout.client.http import Endpoint, EndpointError
+from flatout.client.load import Figures
 from flatout.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -88,11 +90,11 @@ def served(
     rng = random.Random(case.name)
     rates: dict[str, list[float]] = {name: [] for name in servers}
     with ExitStack() as stack:
-        ports = {name: stack.enter_context(_running(command)) for name, command in servers.items()}
+        ports = {name: stack.enter_context(running(command)) for name, command in servers.items()}
         for _ in range(repeats + 1):
             prompts = [[rng.randrange(10, vocab_size) for _ in range(case.prompt)] for _ in range(case.batch)]
             for name, port in ports.items():
-                rates[name].append(asyncio.run(_clients(port, prompts, case.new)))
+                rates[name].append(asyncio.run(clients(port, prompts, case.new)).rate)
             if alone is not None:
                 begin = time.perf_counter()
                 alone(prompts, case.new)
@@ -101,7 +103,7 @@ def served(
 
 
 @contextmanager
-def _running(command: Command) -> Iterator[int]:
+def running(command: Command) -> Iterator[int]:
     """The port of a server that is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -125,15 +127,13 @@ async def _healthy(endpoint: Endpoint) -> bool:
         endpoint.close()
 
 
-async def _clients(port: int, prompts: list[list[int]], new: int) -> float:
-    """Output tokens per second of one streamed completion of each prompt, all at once. RuntimeError: one is not `new` tokens."""
-    endpoint, loop = Endpoint(f"http://127.0.0.1:{port}"), asyncio.get_running_loop()
-    begin = loop.time()
+async def clients(port: int, prompts: list[list[int]], new: int) -> Figures:
+    """Of one streamed completion of each prompt, all at once. RuntimeError: one is not `new` tokens."""
+    endpoint = Endpoint(f"http://127.0.0.1:{port}")
     answers = await asyncio.gather(*(complete(endpoint, Dialect(NAME), prompt, new) for prompt in prompts))
-    seconds = loop.time() - begin
     endpoint.close()
     for answer in answers:
         if answer.error or answer.tokens != new:
             got = f"{answer.error}: {answer.message}" if answer.error else f"{answer.tokens} tokens"
             raise RuntimeError(f"a server answered {got}, {new} were asked for; nothing to compare")
-    return len(prompts) * new / seconds
+    return Figures.of(answers)

@@ -1,6 +1,6 @@
 """What a server says of itself: whose it is, and its counters and gauges under one set of names, whatever it calls them.
 
-/metrics of flatout, vLLM, SGLang, TGI and llama.cpp; /v1/models; llama.cpp's /props. Called by probe.py.
+/metrics of flatout, vLLM, SGLang, TGI and llama.cpp; /v1/models; llama.cpp's /props; flatout's own /ledger. Called by probe.py, cli/doctor/ and bench/.
 """
 
 from __future__ import annotations
@@ -164,3 +164,17 @@ def _entries(listed: Any) -> list[dict[str, Any]]:
 
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
+
+
+async def ledgers(endpoint: Endpoint, deep: int = 0) -> dict[str, Any] | None:
+    """A flatout server's account of each model, by name: state, windows, table (server/engines.py); None: the server keeps none.
+
+    deep: so many steps from now on tell their ops apart. EndpointError: it may not be read.
+    """
+    reply = await endpoint.get(f"/ledger?deep={deep}" if deep else "/ledger")
+    if reply.status == 404:
+        return None
+    if reply.status != 200:
+        raise EndpointError(f"http {reply.status}", reply.complaint)
+    found: dict[str, Any] = reply.json()["models"]
+    return found

@@ -7,7 +7,7 @@ plan/, whatif.py and cli/.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,8 +45,9 @@ class OnPaper:
         return self.table.kv_bytes_token * self.config.cache.block_size
 
 
-def on_paper(options: Mapping[str, Any], gpu: str | None = None) -> OnPaper:
+def on_paper(options: Mapping[str, Any], gpu: str | None = None, memory: int | None = None) -> OnPaper:
     """options: Config's, by flat name; kv_cache_dtype may be one of PAPER_KV too. gpu: a name that ledger/roofs.py knows; None: this machine.
+    memory: bytes that it is to have instead of its own.
 
     Raises ConfigError or ModelFileError as a start would.
     """
@@ -61,6 +62,8 @@ def on_paper(options: Mapping[str, Any], gpu: str | None = None) -> OnPaper:
         except ValueError as error:
             raise ConfigError(f"--gpu: {error}") from None
         hardware, roof = sheet.hardware(), sheet.roof
+    if memory is not None:
+        hardware = replace(hardware, memory_bytes=memory)
     return imagined(options, resolve_model(Config.make(**_real(options)).model), hardware, roof)
 
 

@@ -333,7 +333,7 @@ class Ledger:
         sums.add(record)
         sums.add_odd(record, self._usual)
         if record.ops:
-            sums.add_ops(record, self._named(record, record.ops))
+            sums.add_ops(record, self.named(record, record.ops))
 
     def window(self, seconds: int, busy: bool = False) -> Account:
         """The last `seconds` (SECONDS_KEPT at most), whole ones: what the current second has is told with the next."""
@@ -363,7 +363,7 @@ class Ledger:
     def windows(self, busy: bool = False) -> dict[str, Account]:
         return {**{name: self.window(seconds, busy) for name, seconds in WINDOWS.items()}, "start": self.total(busy)}
 
-    def _named(self, record: StepRecord, ops: Sequence[tuple[str, float]]) -> Iterable[tuple[str, float, float]]:
+    def named(self, record: StepRecord, ops: Sequence[tuple[str, float]]) -> Iterable[tuple[str, float, float]]:
         """Each op under its label in the table, with its floor; ops that the table has not, by their name and with none."""
         if self.table is None:
             return ((name, seconds, 0.0) for name, seconds in ops)

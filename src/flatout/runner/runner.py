@@ -70,8 +70,11 @@ class Runner:
         self._results = [torch.empty(max_slots, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(RING)]
         self._turn = 0
         self.deep_steps = 0  # how many from now on are to tell their ops apart; on the CPU some do in any case
+        self.clock_of: Callable[[bool], StepClock] = (
+            CudaClock if device.type == "cuda" else StepClock
+        )  # deep or not; doctor/trace.py has its own
         self._launched = 0
-        self._clock: StepClock = StepClock()  # of the step that is being executed, and
+        self._clock = self.clock_of(False)  # of the step that is being executed, and
         self._step: CapturedStep | None = None  # the captured one that holds it
         self._finished = time.perf_counter()  # when the last step ended, on the CPU
         self._end: torch.cuda.Event | None = None  # of the last step, on CUDA
@@ -87,10 +90,10 @@ class Runner:
         self.deep_steps -= deep
         if self._thread is not None:
             every = DEEP_EVERY if plan.num_tokens == len(plan.slots) else DEEP_CHUNKS
-            clock, staged = StepClock(deep or self._launched % every == 0), self._stage_ahead(plan)
+            clock, staged = self.clock_of(deep or self._launched % every == 0), self._stage_ahead(plan)
             future: Future[Timed] = self._thread.submit(self._run_on_cpu, plan, staged, clock, time.perf_counter())
             return future.result
-        return self._launch_on_cuda(plan, CudaClock(deep))
+        return self._launch_on_cuda(plan, self.clock_of(deep))
 
     def close(self) -> None:
         if self._thread is not None:
@@ -134,7 +137,7 @@ class Runner:
             threads.after(len(plan.slots) if plan.num_tokens == len(plan.slots) else 0, seconds)
         return timed
 
-    def _launch_on_cuda(self, plan: StepPlan, clock: CudaClock) -> Handle:
+    def _launch_on_cuda(self, plan: StepPlan, clock: StepClock) -> Handle:
         begin = begun = time.perf_counter()
         early = False  # the device had not ended the step before when it was given this one
         self._clock = clock

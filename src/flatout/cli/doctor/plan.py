@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flatout.cli.flags import Parser, UsageError, add_config_flags, config_options, size
 from flatout.cli.terminal import table
-from flatout.config import DEFAULT_MODEL
+from flatout.config import DEFAULT_MODEL, flag_of
 
 if TYPE_CHECKING:
     from flatout.plan.capacity import Capacity
@@ -27,6 +28,10 @@ def configure(parser: Parser) -> None:
     parser.flag(group, "--lengths", nargs="+", type=size, metavar="N", help="of requests, prompt and output (default: 1k 4k 16k 64k)")
     parser.flag(group, "--batches", nargs="+", type=int, metavar="N", help="of decoding requests (default: 1 8 64 256)")
     parser.flag(group, "--prompts", nargs="+", type=size, metavar="N", help="whose TTFT is told (default: 512 2k 8k)")
+    parser.flag(group, "--memory", type=size, metavar="SIZE", default=None, help="of the machine or GPU, instead of what it has: 16GiB")
+    parser.flag(
+        group, "--fit", type=int, metavar="N", default=None, help="what to change so that N requests of the first length run at once"
+    )
     parser.flag(group, "--json", action="store_true", default=False, help="as JSON: bytes and seconds")
     add_config_flags(parser, skip=("model",))
 
@@ -42,12 +47,45 @@ def run(args: Namespace) -> int:
     for name, values in wanted.items():
         if min(values) < 1:
             raise UsageError(f"--{name}: must be at least 1, got {min(values)}")
-    plans = [capacity(on_paper(options, gpu), **wanted) for gpu in getattr(args, "gpu", None) or [None]]
+    for name in ("memory", "fit"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UsageError(f"--{name}: must be at least 1, got {getattr(args, name)}")
+    gpus = getattr(args, "gpu", None) or [None]
+    plans = [capacity(on_paper(options, gpu, args.memory), **wanted) for gpu in gpus]
+    fits = [_fit(args, options, gpu, plan.fits[0].length) for gpu, plan in zip(gpus, plans)] if args.fit else [None] * len(plans)
     if args.json:
-        print(json.dumps([plan.to_json() for plan in plans], indent=1))
+        print(json.dumps([{**plan.to_json(), **({"to_fit": fit} if fit else {})} for plan, fit in zip(plans, fits)], indent=1))
     else:
-        print("\n\n".join("\n".join(lines(plan)) for plan in plans))
+        print("\n\n".join("\n".join([*lines(plan), *(["", fit["sentence"]] if fit else [])]) for plan, fit in zip(plans, fits)))
     return 0 if all(not plan.short for plan in plans) else 1
+
+
+def _fit(args: Namespace, options: dict[str, Any], gpu: str | None, length: int) -> dict[str, Any]:
+    """Whether --fit requests of the length run at once, and what would have to change."""
+    from flatout.plan.fit import ways
+
+    found = ways(options, gpu, args.memory, length, args.fit)
+    what = f"{args.fit:,} requests of {length:,} tokens"
+    if not found:
+        said = f"{what} run at once as it is"
+    elif found[0].running < args.fit:
+        most = f"{found[0].running:,}, with {flags(found[0].changes)}" if found[0].changes else f"{found[0].running:,}"
+        said = f"{what} can't be made to fit by any setting that is known; the most is {most}: it takes more memory, or shorter requests"
+    else:
+        said = f"so that {what} run at once: {', or '.join(flags(way.changes) for way in found)}"
+    ways_found = [{"changes": dict(way.changes), "running": way.running} for way in found]
+    return {"requests": args.fit, "length": length, "sentence": said, "ways": ways_found}
+
+
+def flags(changes: Mapping[str, Any]) -> str:
+    """As a command line has them."""
+
+    def shown(name: str, value: Any) -> str:
+        if isinstance(value, bool):
+            return flag_of(name) if value else "--no-" + flag_of(name).removeprefix("--")
+        return f"{flag_of(name)} {value}"
+
+    return " ".join(shown(*change) for change in changes.items())
 
 
 def paper_options(args: Namespace) -> dict[str, Any]:
