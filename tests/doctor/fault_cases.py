@@ -28,12 +28,15 @@ HERE = Path(__file__).parent
 SECONDS = 4  # of load, and of the window that is judged
 
 
+LOAD = Load(clients=4, seconds=60, prompt=(48, 64), output=(24, 32))
+
+
 @dataclass
 class Case:
     """`names`: the constraint of the first verdict."""
 
     names: str
-    load: Callable[[Endpoint, float], Awaitable[Any]] | Load = Load(clients=4, seconds=60, prompt=(48, 64), output=(24, 32))
+    load: Callable[[Endpoint, float], Awaitable[Any]] | Load = LOAD
     fault: str = "Fault"
     config: dict[str, Any] = field(default_factory=dict)
     says: str = ""  # in its sentence or remedy

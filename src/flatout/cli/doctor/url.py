@@ -24,7 +24,6 @@ from flatout.cli.flags import Parser, UsageError, add_config_flags, config_optio
 from flatout.cli.terminal import bar
 from flatout.client.load import Load
 from flatout.config import Config, ConfigError, flag_of
-from flatout.ledger.ledger import SECONDS_KEPT
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,7 +39,7 @@ LIVE_SECONDS, LOAD_SECONDS = 10, 20
 
 
 def configure(parser: Parser) -> None:
-    parser.add_argument("target", nargs="?", metavar="URL|MODEL", help="a server's address; or a model, which is served here under a load")
+    parser.add_argument("target", nargs="?", metavar="URL|MODEL", help="a server, or a model to serve here under a load")
     group = parser.add_argument_group("server")
     add_endpoint_flags(parser, group)
     parser.flag(group, "--probe", action="store_true", default=False, help="probe it from outside, also where its own ledger tells")
@@ -61,11 +60,19 @@ def configure(parser: Parser) -> None:
         help="most requests at one time; a server that others use feels them (default: 32)",
     )
     group = parser.add_argument_group("load on MODEL")
-    parser.flag(group, "--clients", type=int, metavar="N", default=8, help="each asks again once it is answered (default: 8)")
-    parser.flag(group, "--rate", type=float, metavar="X", default=None, help="arrivals per second instead, however long the queue")
-    parser.flag(group, "--input-len", type=lengths, metavar="N[:M]", default=(64, 256), help="prompt tokens (default: 64:256)")
-    parser.flag(group, "--output-len", type=lengths, metavar="N[:M]", default=(32, 128), help="tokens to write (default: 32:128)")
-    parser.flag(group, "--prefix-len", type=int, metavar="N", default=0, help="of the prompt's tokens, the same in all (default: 0)")
+    parser.flag(group, "--clients", common=False, type=int, metavar="N", default=8, help="each asks again once it is answered (default: 8)")
+    parser.flag(
+        group, "--rate", common=False, type=float, metavar="X", default=None, help="arrivals per second instead, however long the queue"
+    )
+    parser.flag(
+        group, "--input-len", common=False, type=lengths, metavar="N[:M]", default=(64, 256), help="prompt tokens (default: 64:256)"
+    )
+    parser.flag(
+        group, "--output-len", common=False, type=lengths, metavar="N[:M]", default=(32, 128), help="tokens to write (default: 32:128)"
+    )
+    parser.flag(
+        group, "--prefix-len", common=False, type=int, metavar="N", default=0, help="of the prompt's tokens, the same in all (default: 0)"
+    )
     add_config_flags(parser, skip=("model",))
     output = parser.add_argument_group("output")
     parser.flag(output, "--json", action="store_true", default=False, help="everything as JSON, with units in the names")
@@ -156,6 +163,8 @@ def _seconds(args: Namespace, otherwise: int) -> int:
     """Of a ledger's window. UsageError: more than it keeps."""
     if args.seconds is None:
         return otherwise
+    from flatout.ledger.ledger import SECONDS_KEPT
+
     if not 1 <= args.seconds <= SECONDS_KEPT:
         raise UsageError(f"--seconds: {args.seconds:g} is not between 1 and {SECONDS_KEPT}, what a ledger keeps; --probe takes longer")
     return round(args.seconds)
