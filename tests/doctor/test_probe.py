@@ -263,7 +263,7 @@ def test_errors_are_one_line_with_the_mend(doctor, fake, argv, says):
     ("argv", "says"),
     [
         ([], "doctor: say whose: http"),
-        (["hardwar"], "no such verb (did you mean doctor hardware?)"),
+        (["hardwar"], "no such verb (did you mean hardware?)"),
         (["--url", "ftp://x"], "--url: 'ftp://x' is no address"),
         (["--url", "http://127.0.0.1:1"], "nobody answers"),
         (["--url", "http://x", "--seconds", "1"], "--seconds: 1 is not between"),

@@ -39,7 +39,7 @@ LIVE_SECONDS, LOAD_SECONDS = 10, 20
 
 
 def configure(parser: Parser) -> None:
-    parser.add_argument("target", nargs="?", metavar="URL|MODEL", help="a server, or a model to serve here under a load")
+    parser.add_argument("target", nargs="?", default=None, metavar="URL|MODEL", help="a server, or a model to serve here under a load")
     group = parser.add_argument_group("server")
     add_endpoint_flags(parser, group)
     parser.flag(group, "--probe", action="store_true", default=False, help="probe it from outside, also where its own ledger tells")
