@@ -266,7 +266,7 @@ def test_errors_are_one_line_with_the_mend(doctor, fake, argv, says):
         (["hardwar"], "no such verb (did you mean hardware?)"),
         (["--url", "ftp://x"], "--url: 'ftp://x' is no address"),
         (["--url", "http://127.0.0.1:1"], "nobody answers"),
-        (["--url", "http://x", "--seconds", "1"], "--seconds: 1 is not between"),
+        (["--url", "http://x", "--probe", "--seconds", "1"], "--seconds: 1 is not between"),
         (["--url", "http://x", "--max-streams", "0"], "--max-streams: 0 is not between"),
     ],
 )

@@ -90,13 +90,13 @@ def run(args: Namespace) -> int:
         raise UsageError("doctor: say whose: http://HOST:PORT for a server, or a MODEL; or doctor hardware, doctor selfcheck")
     if extra := next((name for name in Config.owners() if hasattr(args, name) and name != "model"), None):
         raise UsageError(f"{flag_of(extra)}: is for a MODEL that is served here; a running server has its own settings")
+    if not 1 <= args.max_streams <= 256:
+        raise UsageError(f"--max-streams: {args.max_streams} is not between 1 and 256")
     if not args.probe and _live(args):
         return 0
     args.seconds = PROBE_SECONDS if args.seconds is None else args.seconds
     if not LEAST_SECONDS <= args.seconds <= 3600:
         raise UsageError(f"--seconds: {args.seconds:g} is not between {LEAST_SECONDS} and 3600")
-    if not 1 <= args.max_streams <= 256:
-        raise UsageError(f"--max-streams: {args.max_streams} is not between 1 and 256")
     out = None if args.json else console("doctor --url")
     from flatout.doctor.probe_rules import judge
 
