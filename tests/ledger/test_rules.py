@@ -114,7 +114,7 @@ FAULTS: list[tuple[str, Signals, str]] = [
     ("threads over cores", signals(None, {"threads": 8}), "--threads 2, now 8"),
     ("noisy neighbour", signals(engine__cpu_s=9.0, engine__core_wait_s=8.0), "46%"),
     ("cold load", replace(signals(settings={"start": {"weights": 3.0}}), at_start={"disk_read": 9e7}, uptime=12.0), "90 MB"),
-    ("cold first requests", replace(signals(account(cold=2.0)), uptime=12.0), "2 s longer"),
+    ("cold first requests", replace(signals(), gauges={**signals().gauges, "cold_s": 2.0}, uptime=12.0), "2 s longer"),
 ]  # fmt: skip
 
 
@@ -162,6 +162,14 @@ def test_the_most_time_comes_first_and_what_could_not_be_seen_is_told() -> None:
     assert len(judge(blind)[0].unseen) == 2
 
 
+def test_a_machine_without_ceilings_has_a_verdict() -> None:
+    """A table that tells no time: its roof was never measured."""
+    bare = replace(TABLE, roof=Roof("bare", (), {}))
+    seen = signals(account(waiting={"slots": 28.0}, rows=4.0, decode_rows=3.9, chunks=700, chunk_tokens=21_000), {"max_num_seqs": 4})
+    assert judge(replace(seen, table=bare))[0].constraint == "slots"
+    assert judge(replace(HEALTHY["decodes"], table=bare))[0].healthy
+
+
 def test_an_empty_server_has_a_state() -> None:
     empty = Signals(Ledger(TABLE).window(10))
     assert [v.constraint for v in judge(empty)] == ["no load"]
@@ -192,15 +200,20 @@ def test_heads_that_were_there() -> None:
 
 def test_usual_steps_stalls_and_first_ones() -> None:
     usual = Usual()
-    assert usual.excess((1,), 1.5) == (0.0, 0.0)
-    assert usual.excess((1,), 0.02) == (0.0, 1.48), "the first of its shape took longer"
-    assert usual.excess((1,), 0.03) == (0.0, 0.0)
-    stall, cold = usual.excess((1,), 0.4)
+
+    def excess(seconds: float, rows: int = 1) -> tuple[float, float]:
+        return usual.excess((rows, 0), seconds, rows, rows)
+
+    assert excess(1.5, 2) == (0.0, 0.0)
+    assert excess(0.02, 1) == (0.0, 0.0), "a smaller one may well be faster"
+    assert excess(0.02, 3) == (0.0, 1.48), "the first of its shape took longer than one that did more"
+    assert excess(0.03, 2) == (0.0, 0.0)
+    stall, cold = excess(0.4)
     assert stall == pytest.approx(0.38, abs=0.01) and not cold
-    assert usual.excess((1,), 0.02) == (0.0, 0.0)
+    assert excess(0.02) == (0.0, 0.0)
     for _ in range(ANEW):
-        usual.excess((1,), 0.4)
-    assert usual.excess((1,), 0.4) == (0.0, 0.0), "it is what such steps take now"
+        excess(0.4)
+    assert excess(0.4) == (0.0, 0.0), "it is what such steps take now"
 
 
 def test_the_ledger_tells_stalls_and_held_decodes() -> None:

@@ -72,7 +72,7 @@ def _run(arguments: list[str]) -> int:
     if rest and f"{verb} {rest[0]}" in VERBS:
         verb, rest = f"{verb} {rest[0]}", rest[1:]
     inner = [v for v in VERBS if v.startswith(f"{verb} ")]
-    if verb in VERBS and rest and (near := nearest(rest[0], [v.rpartition(" ")[2] for v in inner])):
+    if verb in VERBS and rest and rest[0].isalpha() and (near := nearest(rest[0], [v.rpartition(" ")[2] for v in inner])):
         raise UsageError(f"{verb} {rest[0]}: no such verb{near}; say {verb} URL, {verb} MODEL, {' or '.join(inner)}")
     if verb not in VERBS:
         raise UsageError(

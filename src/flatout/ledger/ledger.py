@@ -124,7 +124,7 @@ class Sums:
     def add_odd(self, record: StepRecord, usual: Usual) -> None:
         """What is out of the usual in a step, and what its chunks kept waiting."""
         key, taken = shape_key(record), record.wall_s - record.exposed.get(IDLE, 0.0)
-        stalled, cold = usual.excess(key, taken)
+        stalled, cold = usual.excess(key, taken, record.tokens, record.rows)
         self.cold += cold
         if stalled:
             self.stalls += 1
@@ -321,6 +321,7 @@ class Ledger:
         self._seconds: deque[tuple[int, Sums]] = deque(maxlen=SECONDS_KEPT + 1)
         self._total = Sums()  # but for the second that is being filled
         self._usual = Usual()
+        self.cold = 0.0  # since the start: Sums.cold
         self._labels: dict[tuple[int, bool], list[tuple[int, str]]] = {}
 
     def add(self, record: StepRecord) -> None:
@@ -331,7 +332,9 @@ class Ledger:
             self._seconds.append((second, Sums()))
         sums = self._seconds[-1][1]
         sums.add(record)
+        before = sums.cold
         sums.add_odd(record, self._usual)
+        self.cold += sums.cold - before
         if record.ops:
             sums.add_ops(record, self.named(record, record.ops))
 

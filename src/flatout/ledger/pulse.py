@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 
 EVERY = 0.5  # seconds between two looks
-KEPT = 130  # of them: a minute and a little
+KEPT = 250  # of them: two minutes and a little, as long as the ledger keeps its seconds
 
 
 class Pulse:

@@ -104,13 +104,13 @@ def _cold_load(s: Signals) -> Found | None:
 
 
 def _cold_request(s: Signals) -> Found | None:
-    cold = s.account.cold
+    cold = s.gauges.get("cold_s", 0.0)
     if cold < COLD or not 0 < s.uptime < YOUNG:
         return None
     return Found(
         f"First steps of a shape took {in_words(cold)} longer than the next ones: something was compiled or measured while requests waited.",
         (seconds("lost to first steps", cold), seconds("since the start", s.uptime)),
-        gained(min(0.9, cold / max(s.account.seconds, cold))),
+        gained(min(0.9, cold / max(s.uptime, cold))),
         START,
     )
 
@@ -160,7 +160,7 @@ RULES = (
     ),
     Rule(
         "cold first requests",
-        ("account.cold (ledger/usual.py)",),
+        ("cold_s: Account.cold since the start (ledger/usual.py)",),
         f"{COLD:g} s in steps that were the first of their shape, over five times the next one",
         _cold_request,
         "send a request of each usual size before clients come; keep the cache of measurements (FLATOUT_CACHE) between starts",

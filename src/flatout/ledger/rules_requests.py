@@ -204,6 +204,7 @@ RULES = (
         _grammar,
         "send the same schema again rather than a new one each time, so that it is compiled once; simpler schemas",
         "each grammar really is another one",
+        instead_of=("host bound",),
     ),
     Rule(
         "overload",

@@ -165,7 +165,7 @@ def _logprobs(s: Signals) -> Found | None:
 def _stalls(s: Signals) -> Found | None:
     stalled, a = sum(s.account.stalled.values()), s.account
     collecting = s.got("engine.gc_s")
-    if not s.steady or a.stalls < 2 or s.of_load(max(stalled, collecting)) < STALLED:
+    if not s.steady or s.of_load(max(stalled if a.stalls >= 2 else 0.0, collecting)) < STALLED:
         return None
     where = max(a.stalled, key=lambda stage: a.stalled[stage], default="device")
     cause = "in the device's own time" if where == "device" else f"while the engine is {SAID.get(where, where)}"

@@ -14,7 +14,7 @@ from flatout.ledger.ledger import HOST, STAGES, Account
 from flatout.ledger.table import CostTable, StepShape
 from flatout.ledger.verdict import Evidence
 
-ENOUGH_STEPS = 20  # less of them say nothing of stepping
+ENOUGH_STEPS, SLOW_STEPS, LONG = 20, 5, 2.0  # less steps say nothing of stepping, but for slow ones that took so many seconds in all
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Signals:
     seconds: float = 0.0  # of `grew`
     grew: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, float] = field(default_factory=dict)  # by what they grew in the window's second half
-    gauges: Mapping[str, float] = field(default_factory=dict)  # running, waiting, in_flight, cores
+    gauges: Mapping[str, float] = field(default_factory=dict)  # running, waiting, in_flight, cores, cold_s (Account.cold since the start)
     at_start: Mapping[str, float] = field(default_factory=dict)  # the engine process's vitals once it was ready
     uptime: float = 0.0  # seconds since then
 
@@ -46,7 +46,8 @@ class Signals:
 
     @property
     def steady(self) -> bool:
-        return self.account.steps >= ENOUGH_STEPS and self.account.loaded > 0
+        steps, loaded = self.account.steps, self.account.loaded
+        return loaded > 0 and (steps >= ENOUGH_STEPS or (steps >= SLOW_STEPS and loaded >= LONG))
 
     def of_load(self, seconds: float) -> float:
         """A share of the time with something to do."""
@@ -88,14 +89,14 @@ class Signals:
         return max(16, round(tokens / self.account.rows)) if self.account.rows >= 1 else 128
 
     def decode_gain(self, rows: float, more: float) -> float:
-        """What throughput is multiplied by with `more` rows in a step of decodes instead of `rows`: by the cost table, else as far as the first four times
-        go for half of it."""
+        """What throughput is multiplied by with `more` rows in a step of decodes instead of `rows`: by the cost table; where it tells no time (no ceiling is
+        measured), half of what up to four times the rows would bring."""
         if more <= rows or rows <= 0:
             return 1.0
-        if self.table is None:
-            return 1 + 0.5 * (min(more / rows, 4.0) - 1)
         few, many = (max(1, round(n)) for n in (rows, more))
-        return many / few * self._decode_seconds(few) / self._decode_seconds(many)
+        if self.table is None or not (slower := self._decode_seconds(many)):
+            return 1 + 0.5 * (min(more / rows, 4.0) - 1)
+        return many / few * self._decode_seconds(few) / slower
 
     def _decode_seconds(self, rows: int) -> float:
         assert self.table is not None

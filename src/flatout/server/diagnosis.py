@@ -84,6 +84,7 @@ class Diagnosis:
         whole, grew = self._pulse.over(seconds)
         _, late = self._pulse.over(seconds / 2)
         gauges = {"running": state.running, "waiting": state.num_waiting, "in_flight": self._metrics.in_flight, "cores": machine()["cores"]}
+        gauges["cold_s"] = ledger.cold
         account, uptime = ledger.window(seconds, busy), time.monotonic() - self._ready
         return Signals(account, ledger.table, self._settings, whole, grew, late, gauges, self._at_start, uptime)
 

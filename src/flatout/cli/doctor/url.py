@@ -147,7 +147,7 @@ def _model(args: Namespace) -> int:
     out = None if args.json else console("doctor")
     with tempfile.TemporaryDirectory(prefix="flatout-doctor-") as folder:
         try:
-            with served({"model": args.target, **config_options(args)}, Path(folder) / "log") as url:
+            with served({**config_options(args), "model": args.target}, Path(folder) / "log") as url:
                 verdicts, figures = asyncio.run(loaded(url, load, seconds))
         except EndpointError as error:
             raise ConfigError(str(error)) from None
