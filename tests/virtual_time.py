@@ -106,3 +106,16 @@ class _Pipe(asyncio.Transport):
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)
+
+
+def beside(fake: Any) -> Any:
+    """Stands for asyncio in a module whose verb asks one server: run() serves the fake (tests/fake_endpoint.py) meanwhile, on this clock."""
+
+    async def served(work: Coroutine[Any, Any, Any]) -> Any:
+        async with fake.served():
+            return await work
+
+    class Clock:
+        run = staticmethod(lambda work: run(served(work)))
+
+    return Clock

@@ -140,6 +140,18 @@ class Config:
             if is_dataclass(getattr(self, g.name))
         }
 
+    def scheduling(self) -> dict[str, Any]:
+        """What core/scheduler.py:Scheduler takes of a resolved config, but for the blocks: the engine's and the simulation's are alike."""
+        return {
+            "block_size": self.cache.block_size,
+            "max_num_seqs": self.scheduler.max_num_seqs,
+            "max_num_batched_tokens": self.scheduler.max_num_batched_tokens,
+            "max_model_len": self.model.max_model_len,
+            "policy": self.scheduler.scheduling_policy,
+            "enable_prefix_caching": self.cache.enable_prefix_caching,
+            "enable_chunked_prefill": self.scheduler.enable_chunked_prefill,
+        }
+
     def but(self, **options: Any) -> Config:
         """A changed copy, by flat names."""
         return Config.make(**{**self.flat(), **options})

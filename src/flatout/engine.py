@@ -49,24 +49,15 @@ class Engine:
         self.source = source or resolve_model(config.model)
         hardware = detect(config.device.device)
         self.config, self.decisions = resolve(config, self.source.spec, hardware, **abilities(self.source))
-        model, cache, scheduler = self.config.model, self.config.cache, self.config.scheduler
-        assert model.max_model_len and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
+        model, cache = self.config.model, self.config.cache
+        assert model.max_model_len
         self.spec = self.source.spec.for_length(model.max_model_len)
         resolved = time.perf_counter()
         built = build(self.config, self.source, self.spec, hardware)
         self.runner = built.runner
         self.weight_bytes = built.weight_bytes
         self._costs = built.costs
-        self.scheduler = Scheduler(
-            num_blocks=built.num_blocks,
-            block_size=cache.block_size,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=model.max_model_len,
-            policy=scheduler.scheduling_policy,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            enable_chunked_prefill=scheduler.enable_chunked_prefill,
-        )
+        self.scheduler = Scheduler(num_blocks=built.num_blocks, **self.config.scheduling())
         self.facts = ModelFacts(
             model=self.source.name,
             vocab_size=self.spec.vocab_size,

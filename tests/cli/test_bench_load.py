@@ -15,14 +15,7 @@ def bench(monkeypatch, capsys):
     """bench(fake, *argv) -> (exit code, stdout, stderr), on the virtual clock."""
 
     def run(fake, *argv):
-        async def served(work):
-            async with fake.served():
-                return await work
-
-        class Clock:
-            run = staticmethod(lambda work: virtual_time.run(served(work)))
-
-        monkeypatch.setattr(verb, "asyncio", Clock)
+        monkeypatch.setattr(verb, "asyncio", virtual_time.beside(fake))
         return main(["bench", "load", "--url", fake.url, *argv]), *capsys.readouterr()
 
     return run

@@ -201,14 +201,7 @@ def doctor(monkeypatch, capsys):
     """doctor(fake, *argv) -> (exit code, stdout, stderr): the verb, on the virtual clock, with the fake served meanwhile."""
 
     def run(fake, *argv):
-        async def served(work):
-            async with fake.served():
-                return await work
-
-        class Clock:
-            run = staticmethod(lambda work: virtual_time.run(served(work)))
-
-        monkeypatch.setattr(verb, "asyncio", Clock)
+        monkeypatch.setattr(verb, "asyncio", virtual_time.beside(fake))
         monkeypatch.setenv("COLUMNS", "100")
         code = main(["doctor", "--url", fake.url, "--seconds", "20", *argv])
         return code, *capsys.readouterr()

@@ -42,6 +42,8 @@ def test_bench_offline(default_model, tmp_path, capsys):
     assert [r["work"] for r in results] == ["batch1", "batch8"]
     for result in results:
         account = result["account"]
-        assert 0 < account["bandwidth_s"] + account["compute_s"] < account["device_s"] <= 1.02 * account["wall"]
+        parts = account["parts"]
+        assert 0 < parts["floor_bandwidth"] + parts["floor_compute"] < account["decode_s"] + account["chunk_s"] <= 1.02 * account["seconds"]
+        assert sum(parts.values()) == pytest.approx(account["seconds"])
         assert f"  {account['steps']} steps: floor " in shown
     assert shown.count(" us  ") >= 10

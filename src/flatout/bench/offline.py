@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from flatout.bench.account import Account, account
 from flatout.bench.kernels import KernelTime, kernel_lines, kernel_times
 from flatout.bench.workloads import NAMES, Work, fold, workload
 from flatout.cli.figures import ELEMENT_BYTES, kv_head_bytes, kv_read, weights_read
@@ -28,6 +27,7 @@ from flatout.cli.flags import Parser, UsageError, add_config_flags, chosen, conf
 from flatout.cli.terminal import open_llm, table
 from flatout.config import DEFAULT_MODEL
 from flatout.hardware import Hardware, ceilings, detect
+from flatout.ledger.ledger import HOST, Account, Sums, account
 from flatout.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -167,8 +167,30 @@ def _measure(llm: LLM, model: str, names: Sequence[str], repeats: int) -> Iterat
             ttft_ms=median(ttfts) * 1e3,
             tpot_ms=tpot * 1e3,
             of_floor=_step_floor(llm, work) / tpot if name.startswith("batch") and tpot else None,
-            account=account(llm, records, seconds, ceilings(detect(llm.config.device.device))),
+            account=_account(llm, records, seconds),
         )
+
+
+def _account(llm: LLM, records: Sequence[StepRecord], seconds: float) -> Account:
+    """Of a run of so many seconds, whose steps these are."""
+    sums = Sums()
+    for record in records:
+        sums.add(record)
+    return account(sums, llm.engine.costs, seconds)
+
+
+def _account_line(account: Account) -> str:
+    """Shares of the run's time, and what the host's stages take of a step whether the device hides them or not."""
+    bandwidth, compute, kernels, padding, launch, idle = (
+        account.parts[name] / account.seconds for name in ("floor_bandwidth", "floor_compute", "kernels", "padding", "launch", "idle")
+    )
+    exposed = sum(seconds for name, seconds in account.parts.items() if name.startswith(HOST)) / account.seconds
+    floor = f"floor {bandwidth + compute:.0%}" + (f" ({bandwidth:.0%} bandwidth, {compute:.0%} compute)" if bandwidth and compute else "")
+    host = ", ".join(f"{stage} {1e6 * account.host[stage] / account.steps:.0f}" for stage in ("schedule", "inputs", "launch", "commit"))
+    return (
+        f"{account.steps} steps: {floor}, kernels over it {kernels:.0%}, padding {padding:.0%}, launch {launch:.0%}, "
+        f"host {exposed:.0%}, idle {idle:.0%}; host us a step: {host}"
+    )
 
 
 def _generate(llm: LLM, work: Work, salt: str) -> tuple[float, list[float], list[float], list[StepRecord]]:
@@ -215,7 +237,7 @@ def _lines(results: list[Result], head: bool) -> list[str]:
     ]
     columns = ("model", "work", "requests", "seconds", "out tok/s", "all tok/s", "TTFT ms", "TPOT ms", "of floor")
     lines = table(columns, rows, widths=(20, 13, 8, 8, 10, 10, 10, 8, 8))[0 if head else 1 :]
-    return [*lines, *(line for r in results for line in (f"  {r.account.line()}", *kernel_lines(r.kernels or [])))]
+    return [*lines, *(line for r in results for line in (f"  {_account_line(r.account)}", *kernel_lines(r.kernels or [])))]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ layers/linear.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from flatout.kernels import native
 from flatout.kernels.activation import gate_mul
 from flatout.kernels.norm import add, rms_norm
-from flatout.kernels.op import Cost, nbytes, op, shape_class
+from flatout.kernels.op import Cost, Op, nbytes, op, shape_class
 
 NATIVE_ROWS = 64  # up to which the native library's vectors may be the fastest
 FEWEST_TILED, MOST_TILED = 5, 256  # rows for its matrix tiles, whole classes of them: with 4 the vectors are faster
@@ -105,13 +107,8 @@ def _weight_first(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, i
 
 
 @linear.implementation("native", lambda out, x, weight, bias, invariant: _native_suits(out, x, weight, invariant), native=True)
-def _native(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> None:
-    native.product(out, x, weight, _bits(weight), bias)
-
-
-@linear.implementation("tiles", lambda out, x, weight, bias, invariant: _tiles_suit(out, x, weight, invariant), native=True)
-def _tiles(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> None:
-    native.product(out, x, weight, _bits(weight), bias, many=True)
+def _native(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool, many: bool = False) -> None:
+    native.product(out, x, weight, _bits(weight), bias, many=many)
 
 
 # ---------------------------------------------------------------- onto the stream
@@ -155,13 +152,10 @@ def _add_composed(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bi
 
 
 @linear_add.implementation("native", lambda *a: _native_suits(a[0], a[2], a[3], a[6]), native=True)
-def _add_native(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> None:
-    native.product(stream, x, weight, _bits(weight), bias, add=True, scale=scale)
-
-
-@linear_add.implementation("tiles", lambda *a: _tiles_suit(a[0], a[2], a[3], a[6]), native=True)
-def _add_tiles(stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool) -> None:
-    native.product(stream, x, weight, _bits(weight), bias, add=True, scale=scale, many=True)
+def _add_native(
+    stream: Tensor, scratch: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, invariant: bool, many: bool = False
+) -> None:
+    native.product(stream, x, weight, _bits(weight), bias, add=True, scale=scale, many=many)
 
 
 # ---------------------------------------------------------------- from the stream
@@ -243,23 +237,9 @@ def _norm_linear_native(
     weight: Tensor,
     bias: Tensor | None,
     invariant: bool,
+    many: bool = False,
 ) -> None:
-    native.product(out, x, weight, _bits(weight), bias, norm=(norm_weight, eps, offset))
-
-
-@norm_linear.implementation("tiles", lambda *a: _tiles_suit(a[0], a[2], a[6], a[8]), native=True)
-def _norm_linear_tiles(
-    out: Tensor,
-    scratch: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    offset: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    invariant: bool,
-) -> None:
-    native.product(out, x, weight, _bits(weight), bias, norm=(norm_weight, eps, offset), many=True)
+    native.product(out, x, weight, _bits(weight), bias, norm=(norm_weight, eps, offset), many=many)
 
 
 def _norm_gated_cost(
@@ -352,22 +332,20 @@ def _norm_gated_native(
     bias: Tensor | None,
     activation: str,
     invariant: bool,
+    many: bool = False,
 ) -> None:
-    native.product(out, x, weight, _bits(weight), bias, norm=(norm_weight, eps, offset), gate=activation)
+    native.product(out, x, weight, _bits(weight), bias, norm=(norm_weight, eps, offset), gate=activation, many=many)
 
 
-@norm_gated.implementation("tiles", lambda *a: _tiles_suit(a[0], a[3], a[7], a[10]), native=True)
-def _norm_gated_tiles(
-    out: Tensor,
-    scratch: Tensor,
-    wide: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    offset: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    invariant: bool,
-) -> None:
-    native.product(out, x, weight, _bits(weight), bias, norm=(norm_weight, eps, offset), gate=activation, many=True)
+# ---------------------------------------------------------------- by tiles
+
+
+def _by_tiles(of: Op, run: Callable[..., None], suits: Callable[..., bool]) -> None:
+    """The library's product with its rows as tiles: run(..., many=True)."""
+    of.implementation("tiles", suits, native=True)(partial(run, many=True))
+
+
+_by_tiles(linear, _native, lambda out, x, weight, bias, invariant: _tiles_suit(out, x, weight, invariant))
+_by_tiles(linear_add, _add_native, lambda *a: _tiles_suit(a[0], a[2], a[3], a[6]))
+_by_tiles(norm_linear, _norm_linear_native, lambda *a: _tiles_suit(a[0], a[2], a[6], a[8]))
+_by_tiles(norm_gated, _norm_gated_native, lambda *a: _tiles_suit(a[0], a[3], a[7], a[10]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from flatout.ledger.laps import IDLE
@@ -149,26 +149,7 @@ class Sums:
             self.ops[decodes, label] = known[0] + seconds, known[1] + floor
 
     def merge(self, other: Sums) -> None:
-        for name in (
-            "steps",
-            "wall",
-            "handover",
-            "python",
-            "sample",
-            "tokens",
-            "prefill_tokens",
-            "sampled",
-            "padded",
-            "preempted",
-            "rejected",
-            "chunks",
-            "chunk_tokens",
-            "held",
-            "stalls",
-            "cold",
-            "rows",
-            "blocks",
-        ):
+        for name in _ADDED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.longest > self.longest:
             self.longest, self.largest = other.longest, other.largest
@@ -181,6 +162,10 @@ class Sums:
         for op, (seconds, floor) in other.ops.items():
             known = self.ops.get(op, (0.0, 0.0))
             self.ops[op] = known[0] + seconds, known[1] + floor
+
+
+# what of Sums is one number and adds up: all but the longest step
+_ADDED = tuple(f.name for f in fields(Sums) if f.type in ("int", "float") and f.name not in ("longest", "largest"))
 
 
 @dataclass(slots=True)

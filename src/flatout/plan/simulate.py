@@ -72,22 +72,6 @@ class Simulated:
         return asdict(self)
 
 
-def scheduler_of(config: Config, num_blocks: int) -> Scheduler:
-    """The engine's own, of a resolved config."""
-    model, cache, scheduler = config.model, config.cache, config.scheduler
-    assert model.max_model_len and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
-    return Scheduler(
-        num_blocks=num_blocks,
-        block_size=cache.block_size,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=model.max_model_len,
-        policy=scheduler.scheduling_policy,
-        enable_prefix_caching=cache.enable_prefix_caching,
-        enable_chunked_prefill=scheduler.enable_chunked_prefill,
-    )
-
-
 def simulate(
     config: Config, table: CostTable, num_blocks: int, load: Load, captured: Callable[[StepShape], bool] | None = None
 ) -> Simulated:
@@ -96,7 +80,9 @@ def simulate(
     Raises RequestError where a request can never fit.
     """
     captured = captured or (lambda shape: shape.decodes == shape.requests and not config.device.enforce_eager)
-    return _Clock(scheduler_of(config, num_blocks), table, int(config.scheduler.async_scheduling), captured).run(load)
+    return _Clock(Scheduler(num_blocks=num_blocks, **config.scheduling()), table, int(config.scheduler.async_scheduling), captured).run(
+        load
+    )
 
 
 class _Clock:
