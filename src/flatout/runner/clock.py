@@ -42,6 +42,10 @@ class StepClock:
     def ahead(self) -> None:
         """Before a forward begins op by op."""
 
+    def held_s(self) -> float:
+        """For how long ahead() kept the device waiting, which no step is to be told by. Once the step is done."""
+        return 0.0
+
     @contextmanager
     def loose(self) -> Iterator[None]:
         """Ops called meanwhile are timed each."""
@@ -72,6 +76,7 @@ class CudaClock(StepClock):
     def __init__(self, deep: bool = False):
         super().__init__(deep)
         self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._held: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def program(self, run: Callable[[], object]) -> None:
         run()
@@ -79,7 +84,14 @@ class CudaClock(StepClock):
     def ahead(self) -> None:
         """Keep the device waiting until the host has issued what follows: ops that it waits for one by one would all seem to take a launch."""
         if self.deep:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
             torch.cuda._sleep(HOST_CYCLES)
+            end.record()
+            self._held = begin, end
+
+    def held_s(self) -> float:
+        return self._held[0].elapsed_time(self._held[1]) / 1e3 if self._held else 0.0
 
     @contextmanager
     def loose(self) -> Iterator[None]:

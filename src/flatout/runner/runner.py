@@ -159,7 +159,7 @@ class Runner:
         def wait() -> Timed:
             end.synchronize()
             busy = start.elapsed_time(end) / 1e3
-            gap = max(0.0, before.elapsed_time(start) / 1e3) if before is not None else 0.0
+            gap = max(0.0, before.elapsed_time(start) / 1e3 - clock.held_s()) if before is not None else 0.0
             handover = gap if early else 0.0
             return Timed(output.to_result(), inputs_s, launch_s, busy, gap + busy, begun, gap, handover, ops=clock.per_op(), **captured)
 
